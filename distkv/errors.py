@@ -1,0 +1,188 @@
+"""Every error that distkv raises, in one tree.
+
+::
+
+    DistKVError
+    +-- ConfigError              a field of the configuration is wrong          ends: the start
+    +-- KeyNamingError           tokens, spans, salt or adapter cannot be named ends: the call
+    +-- RequestError             a request cannot be taken as it stands         ends: the request
+    |   +-- RequestTooLarge      it would never fit into the smallest pool
+    |   +-- DuplicateRequest     its id is waiting or running already
+    +-- SequenceError            a call that the sequence's state forbids       ends: the call
+    +-- NoRoom                   pages are short now, later there may be room   ends: the call
+    +-- InvariantError           the books are wrong: a defect of distkv        ends: the process
+    +-- GroupError
+        +-- GroupMismatch        agreed fields differ at start                  ends: the start
+        +-- PeerFailed           a rank could not fill its ballot               ends: the step only
+        +-- GroupTimeout         no answer within the deadline                  ends: the group
+        +-- PeerLost             the connection to a rank broke                 ends: the group
+        +-- GroupDivergence      ranks were not given the same calls            ends: the group
+
+"Ends the call" leaves the state as it was before the call. "Ends the step only" admits nothing, gives all
+holds back on every rank, counts the step, and the group goes on with the next one. After an error that
+ends the group no further step can be taken: every later step raises the same error again.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DistKVError",
+    "DuplicateRequest",
+    "GroupDivergence",
+    "GroupError",
+    "GroupMismatch",
+    "GroupTimeout",
+    "InvariantError",
+    "KeyNamingError",
+    "NoRoom",
+    "PeerFailed",
+    "PeerLost",
+    "RequestError",
+    "RequestTooLarge",
+    "SequenceError",
+]
+
+
+class DistKVError(Exception):
+    """The root: ``except DistKVError`` catches whatever distkv raises on purpose."""
+
+
+class ConfigError(DistKVError):
+    """A field of the configuration is unknown, doubled, of the wrong type, or impossible.
+
+    ``path`` is the dotted path of the field (``cache.page_size``), empty for the file as a whole.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+
+
+class KeyNamingError(DistKVError, ValueError):
+    """Token ids, spans, salt or adapter that cannot be named without ambiguity."""
+
+
+class RequestError(DistKVError, ValueError):
+    """A request that cannot be taken as it stands. ``request_id`` names it."""
+
+    def __init__(self, request_id: str, problem: str) -> None:
+        super().__init__(f"request {request_id!r}: {problem}")
+        self.request_id = request_id
+
+
+class RequestTooLarge(RequestError):
+    """A request that would use more pages than the smallest pool of the group has, so it can never run."""
+
+    def __init__(self, request_id: str, pages_needed: int, pages_possible: int) -> None:
+        super().__init__(
+            request_id,
+            f"needs {pages_needed} pages for its prompt and output limit, but the smallest pool of the group "
+            f"has {pages_possible}; shorten the prompt, lower output_limit, or raise pool.pages on every rank",
+        )
+        self.pages_needed = pages_needed
+        self.pages_possible = pages_possible
+
+
+class DuplicateRequest(RequestError):
+    """The id is already waiting or running."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id, "an earlier request with this id is still waiting or running; ids name one")
+
+
+class SequenceError(DistKVError, RuntimeError):
+    """A call that the sequence's state forbids, such as ``commit`` of tokens that were never opened."""
+
+
+class NoRoom(DistKVError):
+    """Pages are short. ``pages_short`` says by how many; nothing was taken."""
+
+    def __init__(self, pages_short: int, where: str) -> None:
+        super().__init__(f"{where}: {pages_short} page(s) short")
+        self.pages_short = pages_short
+
+
+class InvariantError(DistKVError, AssertionError):
+    """``check()`` found the books wrong. This is a defect of distkv, never of the caller: please report it."""
+
+
+class GroupError(DistKVError):
+    """Something about the group of ranks. ``step`` is the step number, or -1 at start."""
+
+    def __init__(self, message: str, *, rank: int, step: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+
+
+class GroupMismatch(GroupError):
+    """Ranks were started with different agreed fields. ``values`` maps field to the value of each rank."""
+
+    def __init__(self, values: dict[str, list[str]], *, rank: int) -> None:
+        lines = []
+        for field, per_rank in values.items():
+            shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(per_rank))
+            lines.append(f"{field} differs ({shown})")
+        super().__init__(
+            "the ranks of the group were started differently: " + "; ".join(lines)
+            + ". Give these fields the same value on every rank.",
+            rank=rank,
+            step=-1,
+        )
+        self.values = values
+
+
+class PeerFailed(GroupError):
+    """A rank could not fill its ballot; every rank raises this in the same step, and the group goes on.
+
+    ``failed_rank`` is the lowest rank that failed. On that rank ``__cause__`` is the original exception.
+    """
+
+    def __init__(self, failed_rank: int, *, rank: int, step: int) -> None:
+        super().__init__(
+            f"step {step}: rank {failed_rank} failed while it filled its ballot; nothing was admitted on any "
+            f"rank and all holds were given back (this is rank {rank}; the cause is in rank {failed_rank}'s log)",
+            rank=rank,
+            step=step,
+        )
+        self.failed_rank = failed_rank
+
+
+class GroupTimeout(GroupError):
+    """The collective of a step did not end within the deadline: a rank is stopped, stuck or gone."""
+
+    def __init__(self, operation: str, seconds: float, *, rank: int, step: int) -> None:
+        super().__init__(
+            f"{operation} of step {step} did not end within {seconds:g} s on rank {rank}: another rank is stopped, "
+            "stuck or gone. Look at the other ranks' logs; group.timeout_s sets the deadline",
+            rank=rank,
+            step=step,
+        )
+        self.operation = operation
+        self.seconds = seconds
+
+
+class PeerLost(GroupError):
+    """The transport reports a broken connection: the process of another rank ended."""
+
+    def __init__(self, operation: str, detail: str, *, rank: int, step: int) -> None:
+        super().__init__(
+            f"{operation} of step {step} lost a peer on rank {rank}: {detail}. Look at the other ranks' logs",
+            rank=rank,
+            step=step,
+        )
+        self.operation = operation
+
+
+class GroupDivergence(GroupError):
+    """The ranks were not given the same calls in the same order since the last ballot; all raise in one step."""
+
+    def __init__(self, *, rank: int, step: int) -> None:
+        super().__init__(
+            f"step {step}: the ranks' histories differ (seen on rank {rank}): since the last ballot the ranks were "
+            "not given the same requests, appends, commits, finishes, aborts or bumps in the same order. Every "
+            "call that changes the cache has to come from one ordered message that all ranks apply",
+            rank=rank,
+            step=step,
+        )
