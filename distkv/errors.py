@@ -8,6 +8,10 @@
     +-- RequestError             a request cannot be taken as it stands         ends: the request
     |   +-- RequestTooLarge      it would never fit into the smallest pool
     |   +-- DuplicateRequest     its id is waiting or running already
+    |   +-- PromptError          the engine cannot run its prompt (empty, too long, ids outside the vocabulary)
+    +-- InputFileError           a line of a file of requests cannot be read    ends: the start
+    +-- ModelError               a model cannot be found, loaded or split       ends: the start
+    +-- GateFailed               a cached run's bits are not an uncached run's  ends: the check
     +-- SequenceError            a call that the sequence's state forbids       ends: the call
     +-- NoRoom                   pages are short now, later there may be room   ends: the call
     +-- InvariantError           the books are wrong: a defect of distkv        ends: the process
@@ -29,15 +33,19 @@ __all__ = [
     "ConfigError",
     "DistKVError",
     "DuplicateRequest",
+    "GateFailed",
     "GroupDivergence",
     "GroupError",
     "GroupMismatch",
     "GroupTimeout",
+    "InputFileError",
     "InvariantError",
     "KeyNamingError",
+    "ModelError",
     "NoRoom",
     "PeerFailed",
     "PeerLost",
+    "PromptError",
     "RequestError",
     "RequestTooLarge",
     "SequenceError",
@@ -89,6 +97,34 @@ class DuplicateRequest(RequestError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id, "an earlier request with this id is still waiting or running; ids name one")
+
+
+class PromptError(RequestError):
+    """A prompt that the engine's model cannot run: empty, beyond its context, or with ids it has no tokens for."""
+
+
+class InputFileError(DistKVError, ValueError):
+    """A line of an input file that cannot be used. ``line`` counts from 1; 0 means the file as a whole."""
+
+    def __init__(self, path: str, line: int, problem: str) -> None:
+        super().__init__(f"{path}, line {line}: {problem}" if line else f"{path}: {problem}")
+        self.path = path
+        self.line = line
+
+
+class ModelError(DistKVError, ValueError):
+    """A model that cannot be found, read, split over the ranks, or run with paged attention."""
+
+
+class GateFailed(DistKVError):
+    """The gate: bits of a cached run differ from those of an uncached run, or nothing was there to be compared.
+
+    ``differences`` has one line each, with the request, the rank, and the page and layer or the position.
+    """
+
+    def __init__(self, message: str, differences: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 class SequenceError(DistKVError, RuntimeError):
