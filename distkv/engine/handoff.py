@@ -23,7 +23,7 @@ _HEAD = 16
 _MAGIC = 0x766B7364  # catches two programs, or two versions, that share a group by mistake
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class NewRequest:
     """One request as it goes to all ranks. ``matched_cap``: rank 0's own match in pages, or None for no cap."""
 

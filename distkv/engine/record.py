@@ -1,0 +1,91 @@
+"""What an engine run did, in enough detail to be computed again: schedule, tokens, and hashes of logits and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+
+from distkv.engine.pool import KVPool
+from distkv.engine.schedule import Chunk
+
+__all__ = ["Place", "RecordedBatch", "RecordedRequest", "Recording", "logits_hash"]
+
+Place = tuple[int, int]
+"""Where tokens were computed: number of the batch, number of the chunk in it."""
+
+
+def logits_hash(row: torch.Tensor) -> int:
+    """64-bit hash of the bytes of one row of logits."""
+    return int(xxhash.xxh3_64_intdigest(row.contiguous().view(torch.uint8).cpu().numpy().data))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """One forward pass: its chunks, and which of them (by number) had logits taken from their last row."""
+
+    chunks: tuple[Chunk, ...]
+    sampled: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RecordedRequest:
+    """One request. ``origin[p]`` says where the tokens of its cached page ``p`` had been computed."""
+
+    id: str
+    prompt_tokens: int
+    cached_tokens: int
+    origin: tuple[tuple[Place, ...], ...]
+    tokens: np.ndarray
+    """int32: the prompt, and once it has ended all tokens."""
+    computed: list[Place] = field(default_factory=list)
+    logits: dict[int, int] = field(default_factory=dict)
+    """Position -> hash of the logits that were taken there."""
+    pages: np.ndarray | None = None
+    """uint64 [pages, layers, 2]: hashes of its pages' bytes when it ended, or None if it has not, or was aborted."""
+    committed: int = 0
+
+
+class Recording:
+    """Gathers a run of one rank. An engine calls the methods; the results are ``batches`` and ``requests``.
+
+    Where a cached page came from is followed by its place in the pool and by nothing else: no key and no index is
+    asked, so the cache's own idea of what a page holds does not enter into the check of it.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.batches: list[RecordedBatch] = []
+        self.requests: dict[str, RecordedRequest] = {}
+        self._writers: dict[int, list[Place]] = {}
+
+    def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
+        """A request begins: its prompt, and the first pages of its table if ``cached_tokens`` came from the cache."""
+        cached = cached_tokens // self.pool.page_size
+        origin = tuple(tuple(self._writers.get(int(page), ())) for page in pages[:cached])
+        self.requests[request_id] = RecordedRequest(request_id, len(tokens), cached_tokens, origin, tokens.copy())
+
+    def ran(self, chunks: Sequence[Chunk], tables: Sequence[np.ndarray], sampled: Sequence[int],
+            logits: torch.Tensor) -> None:  # fmt: skip
+        """A batch: chunks with their page tables, the numbers of the chunks sampled, and one row of logits for each."""
+        number, size = len(self.batches), self.pool.page_size
+        for i, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
+            self.requests[chunk.request_id].computed.append((number, i))
+            for index in range(chunk.start // size, (chunk.start + chunk.n - 1) // size + 1):
+                page = int(table[index])
+                if chunk.start <= index * size:
+                    self._writers[page] = []
+                self._writers[page].append((number, i))
+        for i, row in zip(sampled, logits, strict=True):
+            chunk = chunks[i]
+            self.requests[chunk.request_id].logits[chunk.start + chunk.n - 1] = logits_hash(row)
+        self.batches.append(RecordedBatch(tuple(chunks), tuple(sampled)))
+
+    def ended(self, request_id: str, tokens: np.ndarray, committed: int, pages: np.ndarray) -> None:
+        """A request finished; its pages are still its own, and are hashed now."""
+        request = self.requests[request_id]
+        request.tokens, request.committed = tokens.copy(), committed
+        request.pages = self.pool.page_hashes(pages, committed)
