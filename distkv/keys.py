@@ -26,7 +26,7 @@ from distkv.errors import KeyNamingError
 Hash64 = Callable[[Any, int], int]
 """(bytes-like data, 64-bit seed) -> 64-bit key."""
 
-KEY_FUNCTIONS: dict[str, Hash64] = {"xxh3_64": xxhash.xxh3_64_intdigest}
+KEY_FUNCTIONS: dict[str, Hash64] = {"xxh3_64": xxhash.xxh3_64_intdigest, "xxh64": xxhash.xxh64_intdigest}
 """Key functions by the name that the configuration gives."""
 
 TOKEN_BYTES = 4
@@ -101,9 +101,10 @@ def token_bytes(ids: object) -> bytes | memoryview:
     Raises KeyNamingError for other types, other shapes, and ids outside 0 .. 2**31 - 1.
     """
     if hasattr(ids, "detach"):
-        if ids.device.type != "cpu":
-            raise KeyNamingError(f"token ids on {ids.device} cannot be named; copy them to the CPU first")
-        ids = ids.detach().numpy()
+        tensor: Any = ids
+        if tensor.device.type != "cpu":
+            raise KeyNamingError(f"token ids on {tensor.device} cannot be named; copy them to the CPU first")
+        ids = tensor.detach().numpy()
     try:
         array = np.asarray(ids)
     except (ValueError, OverflowError) as error:
@@ -118,17 +119,19 @@ def token_bytes(ids: object) -> bytes | memoryview:
     if low < 0 or high > _MAX_TOKEN:
         raise KeyNamingError(f"token ids must lie in 0 .. {_MAX_TOKEN}, not {low if low < 0 else high}; "
                              "give positions that are not tokens as spans over a placeholder id")
-    return memoryview(np.ascontiguousarray(array, dtype="<i4")).cast("B")
+    return np.ascontiguousarray(array, dtype="<i4").data.cast("B")
 
 
 class Namer:
     """Makes chains for one cache: the fingerprint, the page size and the key function. Immutable."""
 
-    def __init__(self, fingerprint: Fingerprint, page_size: int, key_function: str = "xxh3_64") -> None:
+    def __init__(self, fingerprint: Fingerprint, page_size: int, key_function: str = "xxh3_64",
+                 hash64: Hash64 | None = None) -> None:
+        """``hash64`` replaces the named function, for tests."""
         self.fingerprint = fingerprint
         self.page_size = page_size
         self.key_function = key_function
-        self.hash64 = KEY_FUNCTIONS[key_function]
+        self.hash64 = hash64 or KEY_FUNCTIONS[key_function]
         self.identity = encode("distkv-1", *(f for pair in asdict(fingerprint).items() for f in pair), page_size)
 
     def root(self, adapter: Adapter | None, salt: str | None) -> bytes:
@@ -147,7 +150,7 @@ class Namer:
     def with_weights(self, weights_version: str) -> Namer:
         """The namer for other weights of the same model."""
         fingerprint = replace(self.fingerprint, weights_version=weights_version)
-        return Namer(fingerprint, self.page_size, self.key_function)
+        return Namer(fingerprint, self.page_size, self.key_function, self.hash64)
 
     def probe(self) -> str:
         """The last key of a fixed chain that uses every part of the encoding, in hex: equal on ranks that name alike."""

@@ -1,0 +1,80 @@
+"""distkv: an exact prefix cache for the paged KV memory of LLM engines on several ranks.
+
+Every rank takes the same decision, by construction: matched length, admission and failure are agreed in one
+collective per step. Start with :class:`PrefixCache`; ``README.md`` has an example that runs.
+"""
+
+from distkv.cache import PrefixCache
+from distkv.config import CacheConfig, Config, GroupConfig, PoolConfig, agreed_fields, from_mapping, load
+from distkv.encoding import content_digest
+from distkv.errors import (
+    ConfigError,
+    DistKVError,
+    DuplicateRequest,
+    GroupDivergence,
+    GroupError,
+    GroupMismatch,
+    GroupTimeout,
+    InvariantError,
+    KeyNamingError,
+    NoRoom,
+    PeerFailed,
+    PeerLost,
+    RequestError,
+    RequestTooLarge,
+    SequenceError,
+)
+from distkv.group import Group, LocalGroup, SoloGroup, Ticket
+from distkv.keys import Adapter, Fingerprint, KeyChain, Span
+from distkv.reasons import Reason
+from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
+from distkv.sequence import Sequence
+from distkv.stats import Stats
+from distkv.torch_group import TorchGroup
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adapter",
+    "CacheConfig",
+    "Config",
+    "ConfigError",
+    "DistKVError",
+    "DuplicateRequest",
+    "Fingerprint",
+    "Group",
+    "GroupConfig",
+    "GroupDivergence",
+    "GroupError",
+    "GroupMismatch",
+    "GroupTimeout",
+    "InvariantError",
+    "KeyChain",
+    "KeyNamingError",
+    "LocalGroup",
+    "Message",
+    "NoRoom",
+    "PeerFailed",
+    "PeerLost",
+    "PoolConfig",
+    "PrefixCache",
+    "Reason",
+    "Refused",
+    "Request",
+    "RequestError",
+    "RequestRecord",
+    "RequestTooLarge",
+    "Sequence",
+    "SequenceError",
+    "SoloGroup",
+    "Span",
+    "Stats",
+    "StepResult",
+    "Ticket",
+    "TorchGroup",
+    "Waiting",
+    "agreed_fields",
+    "content_digest",
+    "from_mapping",
+    "load",
+]

@@ -1,0 +1,266 @@
+"""The step as a state machine: the waiting queue, the ballot in flight, and the commit. Sans-IO.
+
+``begin`` gives the vector for the group, or None if the step needs no collective; ``end`` takes the minimum. What is
+decided is a function of the list at begin and of the minimum. The collective in between is somebody else's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from distkv import ballot as ballots
+from distkv.ballot import Ballot, Decision, Pending, Row, Vector
+from distkv.books import Books, Call
+from distkv.errors import (
+    DuplicateRequest,
+    GroupDivergence,
+    NoRoom,
+    PeerFailed,
+    RequestError,
+    RequestTooLarge,
+    SequenceError,
+)
+from distkv.keys import TOKEN_BYTES, tag_of
+from distkv.pages import Pages
+from distkv.reasons import Reason
+from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
+from distkv.sequence import Sequence
+from distkv.stats import Counters
+
+
+class Agreement:
+    """What this rank has agreed on with the others. Owns the queue, the running sequences and the ballot in flight."""
+
+    def __init__(self, books: Books, rank: int, queue_slots: int, heartbeat: int, smallest_pool: int) -> None:
+        self.books = books
+        self.rank = rank
+        self.queue_slots = queue_slots
+        self.heartbeat = heartbeat
+        self.smallest_pool = smallest_pool
+        self.queue: list[Pending] = []
+        self.running: dict[str, Sequence] = {}
+        self.counters = Counters()
+        self.reasons: Counter[Reason] = Counter()
+        self.ballot: Ballot | None = None
+        self._began = False
+        self._refused: list[Refused] = []
+        self._leftover = 0
+        self._last_ballot = 0
+        self._fault: Exception | None = None
+
+    # ---- calls that all ranks make in the same order
+
+    def submit(self, request: Request) -> None:
+        """Puts a request at the end of the queue, or among the refused of the next result."""
+        chain, size = self.books.renamed(request.chain), self.books.page_size
+        pending = Pending.of(request, chain, size)
+        tail = bytes(chain.buffer[TOKEN_BYTES * chain.pages * size : TOKEN_BYTES * len(chain)])
+        last_key = chain.keys[chain.pages - 1] if chain.pages else chain.seed
+        self.books.note(Call.SUBMIT, pending.tag, pending.total, len(chain), pending.limit, request.write, last_key,
+                        data=tail)
+        error = self._why_refused(pending)
+        if error is None:
+            self.queue.append(pending)
+        else:
+            self.counters.refused += 1
+            self._refused.append(Refused(request.id, error))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a waiting or running request. Unknown ids are ignored."""
+        sequence = self.running.get(request_id)
+        if sequence is not None:
+            sequence.abort()
+            return
+        # The same note as Sequence.abort: the ranks may hear of it before or after the end of a step.
+        self.books.note(Call.ABORT, tag_of(request_id))
+        for pending in self.queue:
+            if pending.request.id == request_id:
+                pending.aborted = True
+        if self.ballot is None:
+            self._drop_aborted()
+
+    def next_epoch(self, weights_version: str | None) -> None:
+        """A reset, or with a version a weights bump: matches of the ballot in flight count 0 at commit."""
+        # Whether a ballot is in flight decides what becomes of its matches, so the digest has to tell.
+        self.books.note(Call.NEXT_EPOCH, self.ballot is not None, data=(weights_version or "").encode())
+        self.books.next_epoch(weights_version)
+        for pending in self.queue:
+            pending.chain = self.books.renamed(pending.chain)
+
+    @property
+    def leftover(self) -> int:
+        """The agreed room less what was granted and grown since; 0 while a ballot is in flight."""
+        return 0 if self.ballot is not None else self._leftover
+
+    def grow(self, sequence: Sequence, pages: int) -> None:
+        """Reserves ``pages`` more out of the leftover. Raises NoRoom, with nothing reserved, if it is smaller."""
+        if pages < 0:
+            raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")
+        if pages > self.leftover:
+            raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}")
+        sequence.grow(pages)
+        self._leftover -= pages
+
+    # ---- the step
+
+    def begin(self, message: Message) -> Vector | None:
+        """Applies the message and fills the ballot. None: the step needs no collective.
+
+        Whether it needs one is known from agreed facts alone, before anything that can fail on one rank: a request
+        waits or comes in, or the heartbeat is due. What fails from there on is voted as a fault.
+        """
+        if self._began:
+            raise SequenceError("begin_step was called twice; end_step comes in between")
+        self._began = True
+        self.books.step += 1
+        self.counters.steps += 1
+        beat = self.books.step - self._last_ballot >= self.heartbeat
+        due = bool(self.queue) or bool(message.requests) or beat
+        try:
+            self._apply(message)
+            return self._fill() if due else None
+        except Exception as error:
+            # Handed on: the vote tells the other ranks, and end() raises it here as the cause of PeerFailed.
+            self._fault = self._fault or error
+            if not due:
+                return None  # voted in the next step that has a collective
+            if self.ballot is None:
+                self.ballot = self._new_ballot()
+            self.ballot.let_go(self.books)
+            return ballots.fault(self.rank, self.queue_slots)
+
+    def _fill(self) -> Vector:
+        self.ballot = self._new_ballot()
+        if self._fault is not None:
+            raise self._fault
+        queue = self.queue[: self.queue_slots]
+        self.books.note(Call.STEP, self.ballot.step, self.ballot.epoch, *(pending.tag for pending in queue))
+        ballots.fill(self.ballot, self.books, queue)
+        return ballots.encode(self.ballot, self.books.digest, self.queue_slots)
+
+    def _new_ballot(self) -> Ballot:
+        self._last_ballot = self.books.step
+        self.counters.collectives += 1
+        return Ballot(self.books.step, self.books.epoch, self.books.room)
+
+    def end(self, minimum: Vector | None) -> StepResult:
+        """Commits what follows from the minimum (None after a step without a collective).
+
+        Raises PeerFailed, after which the group goes on, or GroupDivergence, which ends it. Holds are given back in
+        every case.
+        """
+        if not self._began:
+            raise SequenceError("end_step without begin_step")
+        ballot = self.ballot
+        if ballot is None or minimum is None:
+            self._began = False
+            return self._result()
+        try:
+            self._raise_faults(ballot, minimum)
+            return self._commit(ballot, minimum)
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Ends the step, whatever became of it: every hold is given back."""
+        self._began = False
+        if self.ballot is not None:
+            self.ballot.let_go(self.books)
+            self.ballot = None
+        self._drop_aborted()
+
+    # ---- inside
+
+    def _apply(self, message: Message) -> None:
+        if message.weights_version is not None or message.reset:
+            self.next_epoch(message.weights_version)
+        for request_id in message.aborts:
+            self.abort(request_id)
+        for request in message.requests:
+            self.submit(request)
+
+    def _why_refused(self, pending: Pending) -> RequestError | None:
+        request_id = pending.request.id
+        if pending.total > self.smallest_pool:
+            return RequestTooLarge(request_id, pending.total, self.smallest_pool)
+        waiting = any(p.request.id == request_id and not p.aborted for p in self.queue)
+        return DuplicateRequest(request_id) if waiting or request_id in self.running else None
+
+    def _raise_faults(self, ballot: Ballot, minimum: Vector) -> None:
+        failed = ballots.failed_rank(minimum)
+        if failed is not None:
+            cause, self._fault = self._fault, None
+            self._leftover = 0
+            self.counters.peer_failures += 1
+            raise PeerFailed(failed, rank=self.rank, step=ballot.step) from cause
+        if ballots.diverged(minimum):
+            raise GroupDivergence(rank=self.rank, step=ballot.step)
+
+    def _commit(self, ballot: Ballot, minimum: Vector) -> StepResult:
+        """Own the agreed pages of all admitted, then drop every hold, and only then may anything be opened."""
+        void = ballot.epoch != self.books.epoch
+        decision = ballots.decide(minimum, [row.pending.total for row in ballot.rows], void=void)
+        admitted = list(zip(ballot.rows, decision.admitted, strict=False))
+        granted = [(row, self._own(row, agreed)) for row, agreed in admitted if not row.pending.aborted]
+        ballot.let_go(self.books)
+        for row, _ in admitted:
+            self.queue.remove(row.pending)
+        self._drop_aborted()
+        ready = tuple(self._admit(row, pages, void) for row, pages in granted)
+        self._leftover = decision.leftover
+        return self._result(ready, decision, ballot)
+
+    def _own(self, row: Row, agreed: int) -> Pages:
+        pages = row.held[:agreed]
+        self.books.pool.own(pages)
+        return pages
+
+    def _admit(self, row: Row, pages: Pages, void: bool) -> Sequence:
+        pending, books = row.pending, self.books
+        reason = self._reason(row, len(pages), void)
+        record = RequestRecord(
+            request_id=pending.request.id, prompt_tokens=len(pending.chain), matched=len(row.match),
+            restorable=len(row.match), agreed=len(pages), cached_tokens=len(pages) * books.page_size, reason=reason,
+        )
+        books.promise(pending.total - len(pages))
+        books.used(pages)
+        sequence = Sequence(books, pending.request, pending.chain, pages, pending.total, record, self._ended)
+        self.running[sequence.id] = sequence
+        self.counters.requests += 1
+        self.counters.prompt_tokens += record.prompt_tokens
+        self.counters.cached_tokens += record.cached_tokens
+        self.reasons[reason] += 1
+        return sequence
+
+    def _reason(self, row: Row, agreed: int, void: bool) -> Reason:
+        match, pending = row.match, row.pending
+        if not pending.request.read:
+            return Reason.NOT_READ
+        if void:
+            return Reason.OLD_WEIGHTS
+        cap = pending.request.matched_cap
+        if agreed < len(match) or (cap is not None and agreed == cap < (len(pending.chain) - 1) // self.books.page_size):
+            return Reason.GROUP_MINIMUM
+        return self.books.index.memory.explain(pending.chain, len(match), match.leaf, match.used)
+
+    def _ended(self, sequence: Sequence) -> None:
+        del self.running[sequence.id]
+
+    def _drop_aborted(self) -> None:
+        if any(p.aborted for p in self.queue):
+            self.queue = [p for p in self.queue if not p.aborted]
+
+    def _result(self, ready: tuple[Sequence, ...] = (), decision: Decision | None = None,
+                ballot: Ballot | None = None) -> StepResult:
+        refused, self._refused = tuple(self._refused), []
+        waiting = []
+        looked_at = len(ballot.rows) - len(decision.admitted) if ballot is not None and decision is not None else 0
+        for i, pending in enumerate(self.queue):
+            if i == 0 and looked_at and decision is not None:
+                waiting.append(Waiting(pending.request.id, "no room", decision.short))
+            else:
+                waiting.append(Waiting(pending.request.id, "behind it" if i < looked_at else "not looked at"))
+        return StepResult(
+            step=self.books.step, ready=ready, waiting=tuple(waiting), refused=refused, leftover=self._leftover,
+            collective=ballot is not None,
+        )

@@ -1,0 +1,186 @@
+"""What the ranks agree on in one step: the ballot, its minimum, and the decision that follows from it.
+
+Every rank writes one vector of int64, whose size the configuration fixes. The group takes its elementwise minimum,
+and every rank decides from the minimum and from the list of requests in the ballot, never from its own pool. That
+the ranks decide alike needs no two of their indexes to be equal.
+
+===============================  =================================================  ================================
+field                            each rank writes                                   after the minimum
+===============================  =================================================  ================================
+fault                            its rank if it could not fill the ballot           lowest rank that failed
+digest, -digest                  rolling digest of every call, 62 bits              equal if minimum and maximum are
+room                             room before this ballot's holds                    what the whole group can promise
+matched, restorable (per row)    device match; device + host match, in pages        agreed match, agreed read-in length
+live (per row)                   leading matched pages that are live                agreed discount
+===============================  =================================================  ================================
+
+Unused fields hold ``NEUTRAL``. Sans-IO: no collective here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from distkv.books import Books
+from distkv.index import NO_PAGES, Match
+from distkv.keys import KeyChain, tag_of
+from distkv.pages import Pages
+from distkv.request import Request
+
+Vector = npt.NDArray[np.int64]
+"""A ballot or the minimum of ballots, int64 [size]."""
+
+NEUTRAL = np.iinfo(np.int64).max
+_FAULT, _DIGEST, _MINUS_DIGEST, _ROOM, _ROWS = range(5)
+_ROW_FIELDS = 3
+_DIGEST_MASK = (1 << 62) - 1
+
+
+def ballot_size(queue_slots: int) -> int:
+    """Number of int64 in a ballot for ``queue_slots`` waiting requests."""
+    return _ROWS + _ROW_FIELDS * queue_slots
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request in the waiting queue."""
+
+    request: Request
+    chain: KeyChain
+    total: int
+    """``T``: pages for prompt and output limit."""
+    tag: int
+    aborted: bool = False
+    """Aborted while the ballot was in flight: decided upon as if it were not, then let go."""
+
+    @classmethod
+    def of(cls, request: Request, chain: KeyChain, page_size: int) -> Pending:
+        """The queue's entry for a new request, whose prompt ``chain`` names."""
+        total = -(-(len(chain) + request.output_limit) // page_size)
+        return cls(request, chain, total, tag_of(request.id))
+
+    @property
+    def limit(self) -> int:
+        """Most pages that may be matched: at least one prompt token is always left to compute."""
+        if not self.request.read:
+            return 0
+        whole = (len(self.chain) - 1) // self.chain.namer.page_size
+        cap = self.request.matched_cap
+        return whole if cap is None else min(whole, cap)
+
+
+@dataclass(slots=True)
+class Row:
+    """One waiting request in one ballot, with what this rank found for it."""
+
+    pending: Pending
+    match: Match
+    held: Pages = field(default_factory=lambda: NO_PAGES)
+    """The matched pages, while this rank holds them: none if it is behind the cap on holds."""
+    live: int = 0
+
+
+@dataclass(slots=True)
+class Ballot:
+    """One rank's ballot in flight, from begin to end of a step. Its holds are given back by :meth:`let_go`."""
+
+    step: int
+    epoch: int
+    room: int
+    rows: list[Row] = field(default_factory=list)
+
+    def let_go(self, books: Books) -> None:
+        """Gives back all holds."""
+        for row in self.rows:
+            held, row.held = row.held, NO_PAGES
+            books.unhold(held)
+
+
+def within_room(held: int, more: int, room: int) -> bool:
+    """The cap on holds: what is held and not live may not exceed the room, or reservations could no longer be met."""
+    return held + more <= room
+
+
+def fill(ballot: Ballot, books: Books, queue: AbstractSequence[Pending]) -> None:
+    """Looks every request of ``queue`` up and holds what it matched, in queue order, up to the cap on holds.
+
+    From the first request beyond the cap on, rows stay empty: it and all behind it cannot be admitted in this step
+    anyway, because admission is strictly in order. If a lookup raises, ``ballot`` has what is to be let go.
+    """
+    held, capped = 0, False
+    for pending in queue:
+        match = books.match(pending.chain, pending.limit)
+        row = Row(pending, match)
+        ballot.rows.append(row)
+        more = books.pool.new_held(match.pages)
+        capped = capped or not within_room(held, more, ballot.room)
+        if capped:
+            continue
+        row.live = books.pool.leading_live(match.pages)
+        books.hold(match.pages)
+        row.held = match.pages
+        held += more
+
+
+def encode(ballot: Ballot, digest: int, queue_slots: int) -> Vector:
+    """The vector that this rank gives to the group."""
+    vector = np.full(ballot_size(queue_slots), NEUTRAL, np.int64)
+    vector[_DIGEST] = digest & _DIGEST_MASK
+    vector[_MINUS_DIGEST] = -(digest & _DIGEST_MASK)
+    vector[_ROOM] = ballot.room
+    for i, row in enumerate(ballot.rows):
+        at = _ROWS + _ROW_FIELDS * i
+        vector[at : at + _ROW_FIELDS] = (len(row.held), len(row.held), row.live)
+    return vector
+
+
+def fault(rank: int, queue_slots: int) -> Vector:
+    """The vector of a rank that could not fill its ballot."""
+    vector = np.full(ballot_size(queue_slots), NEUTRAL, np.int64)
+    vector[_FAULT] = rank
+    return vector
+
+
+def failed_rank(minimum: Vector) -> int | None:
+    """The lowest rank that could not fill its ballot."""
+    return None if minimum[_FAULT] == NEUTRAL else int(minimum[_FAULT])
+
+
+def diverged(minimum: Vector) -> bool:
+    """Whether the ranks' digests differ."""
+    return bool(minimum[_DIGEST] != -minimum[_MINUS_DIGEST])
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the group decided; equal on every rank."""
+
+    admitted: tuple[int, ...]
+    """Agreed match in pages of each admitted row: rows ``0 .. len(admitted) - 1``, strictly in queue order."""
+    short: int
+    """Pages that the next row is short of; 0 if all were admitted."""
+    leftover: int
+    """Agreed room less what was granted."""
+
+
+def decide(minimum: Vector, totals: AbstractSequence[int], *, void: bool) -> Decision:
+    """Admits rows strictly first in, first out, from the minimum alone.
+
+    A request that uses ``T`` pages needs ``T - live`` of the room: its live pages cost nothing, its cached pages cost
+    what a free page costs. ``totals`` are the rows' T. ``void``: the epoch changed since begin; no match counts.
+    """
+    room = int(minimum[_ROOM])
+    admitted: list[int] = []
+    for i, total in enumerate(totals):
+        at = _ROWS + _ROW_FIELDS * i
+        matched, _restorable, live = (0, 0, 0) if void else minimum[at : at + _ROW_FIELDS].tolist()
+        need = total - live
+        if need > room:
+            return Decision(tuple(admitted), need - room, room)
+        room -= need
+        admitted.append(matched)
+    return Decision(tuple(admitted), 0, room)

@@ -1,0 +1,168 @@
+"""One rank's books: pages, index and reservations, with one entry for every allocation."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+from distkv.errors import InvariantError, NoRoom
+from distkv.index import Match, PrefixIndex
+from distkv.keys import KeyChain, Namer, roll
+from distkv.pages import PagePool, Pages
+
+
+class Call(IntEnum):
+    """The calls that change what the ranks have agreed on; each enters the rolling digest."""
+
+    SUBMIT = 1
+    OPEN = 2
+    APPEND = 3
+    COMMIT = 4
+    TRUNCATE = 5
+    FINISH = 6
+    ABORT = 7
+    GROW = 8
+    NEXT_EPOCH = 9
+    STEP = 10
+
+
+class Owner(Protocol):
+    """What the books need to know of a sequence to recount its pages."""
+
+    @property
+    def page_indices(self) -> Pages: ...
+    @property
+    def reserved(self) -> int: ...
+
+
+class Books:
+    """The state of one rank that sequences and the agreement share. Owns pool, index, reservations and the digest.
+
+    ``room`` is what this rank can still promise: pages - live - reserved. As long as every promise came out of it,
+    ``take`` inside a reservation cannot fail: free and cached-only pages are at least the reserved ones, whatever the
+    index holds, and holds are kept within the room by the agreement.
+    """
+
+    def __init__(self, pages: int, scratch: int, namer: Namer, *, store_at_fill: bool, asynchronous: bool) -> None:
+        self.namer = namer
+        self.page_size = page_size = namer.page_size
+        self.pool = PagePool(pages, scratch)
+        self.index = PrefixIndex(self.pool, page_size)
+        self.store_at_fill = store_at_fill
+        self.asynchronous = asynchronous
+        self.reserved = 0
+        self.epoch = 0
+        self.step = 0
+        self.digest = 0
+        self._retiring: deque[tuple[int, Pages]] = deque()
+
+    @property
+    def room(self) -> int:
+        """Pages that are neither live nor reserved."""
+        return self.pool.usable - self.pool.live - self.reserved
+
+    def note(self, call: Call, *numbers: int, data: bytes = b"") -> None:
+        """Rolls the digest over one call that changed agreed state."""
+        self.digest = roll(self.digest, call, *numbers, data=data)
+
+    def renamed(self, chain: KeyChain) -> KeyChain:
+        """The chain under the current weights version: itself, unless it was made before a bump."""
+        return chain if chain.namer is self.namer else chain.renamed(self.namer)
+
+    def match(self, chain: KeyChain, limit: int) -> Match:
+        """The verified match of at most ``limit`` pages. Changes nothing."""
+        return self.index.match(chain, limit)
+
+    def promise(self, n: int) -> None:
+        """Reserves ``n`` pages out of the room. The agreement has made sure that they are there."""
+        self.reserved += n
+
+    def take(self, n: int) -> Pages:
+        """``n`` pages out of a reservation: free ones first, then evicted ones, exactly as many as are short.
+
+        The caller owns them and lowers its reservation. Raises NoRoom, with nothing taken, if the pool cannot give
+        them, which a reservation rules out.
+        """
+        short = n - self.pool.free
+        if short > 0:
+            self.index.evict(short)
+            if self.pool.free < n:
+                raise NoRoom(n - self.pool.free, "opening pages inside a reservation")
+        self.reserved -= n
+        return self.pool.take(n)
+
+    def give_back(self, pages: Pages) -> None:
+        """Pages that were opened and never committed go back into the reservation."""
+        self.pool.disown(pages)
+        self.reserved += len(pages)
+
+    def used(self, pages: Pages) -> None:
+        """A match was used: one hit."""
+        self.index.recency.tick()
+        self.index.recency.touch(pages)
+
+    def store(self, chain: KeyChain, pages: Pages, known: int) -> int:
+        """Offers committed full pages to the index as one hit. Returns how many of them are in the index now."""
+        self.index.recency.tick()
+        return self.index.store(chain, pages, known)
+
+    def release(self, pages: Pages, reserved: int) -> None:
+        """A sequence leaves: its reservation ends now, its pages when the forwards that use them have retired."""
+        self.reserved -= reserved
+        if self.asynchronous:
+            self._retiring.append((self.step, pages.copy()))
+        else:
+            self._free(pages)
+
+    def retired(self, step: int) -> None:
+        """All forwards launched up to step ``step`` have ended."""
+        while self._retiring and self._retiring[0][0] <= step:
+            self._free(self._retiring.popleft()[1])
+
+    def _free(self, pages: Pages) -> None:
+        self.pool.disown(pages)
+        self.index.offer(pages)
+
+    def hold(self, pages: Pages) -> None:
+        """Keeps matched pages from eviction until ``unhold``."""
+        self.pool.hold(pages)
+
+    def unhold(self, pages: Pages) -> None:
+        """Lets go of held pages; those that nobody else has may be evicted again."""
+        self.pool.unhold(pages)
+        self.index.offer(pages)
+
+    def next_epoch(self, weights_version: str | None) -> None:
+        """Empties the index. Pages with owners or holds stay with them; sequences of earlier epochs never store."""
+        self.epoch += 1
+        if weights_version is not None:
+            self.namer = self.namer.with_weights(weights_version)
+        self.index.clear()
+
+    def check(self, sequences: list[Owner]) -> None:
+        """Every invariant of one rank, recounted from scratch. Raises InvariantError.
+
+        ``sequences`` are all that are running.
+        """
+        self.pool.check()
+        self.index.check()
+        owners = np.zeros(self.pool.total, np.int32)
+        for pages in [s.page_indices for s in sequences] + [pages for _, pages in self._retiring]:
+            np.add.at(owners, pages, 1)
+        if not np.array_equal(owners, self.pool.owners):
+            wrong = np.flatnonzero(owners != self.pool.owners)
+            raise InvariantError(f"pages {wrong.tolist()} have other owner counts than sequences that own them")
+        reserved = sum(s.reserved for s in sequences)
+        if reserved != self.reserved:
+            raise InvariantError(f"reserved says {self.reserved}, the sequences say {reserved}")
+        if self.room < 0:
+            raise InvariantError(f"room is {self.room}: more pages are promised than there are")
+        reclaimable = int(np.count_nonzero(self.pool.indexed & (self.pool.owners == 0) & (self.pool.holds == 0)))
+        held = int(np.count_nonzero((self.pool.holds > 0) & (self.pool.owners == 0)))
+        if self.pool.free + reclaimable + held + self.pool.live != self.pool.usable:
+            raise InvariantError("free, cached, held and live pages do not sum to the pool")
+        if self.pool.free + reclaimable < self.reserved:
+            raise InvariantError("free and cached pages do not cover the reservations")

@@ -1,0 +1,175 @@
+"""The facade: one rank's prefix cache, and the steps in which all ranks decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from distkv.agreement import Agreement
+from distkv.books import Books
+from distkv.config import Config
+from distkv.errors import DistKVError, GroupError, InvariantError, PeerFailed, SequenceError
+from distkv.group import Group, SoloGroup, Ticket
+from distkv.keys import Adapter, Fingerprint, Hash64, KeyChain, Namer, Span
+from distkv.request import Message, Request, StepResult
+from distkv.sequence import Sequence
+from distkv.start import agree_at_start
+from distkv.stats import Stats
+
+_NOTHING = Message()
+
+
+class PrefixCache:
+    """Keeps the KV pages of finished requests and gives them to the next request with the same prefix.
+
+    Owns the bookkeeping of one rank's pages; the bytes are the engine's. One thread calls it, the engine's loop, and
+    every rank makes the same calls in the same order: ``step`` (or ``begin_step`` and ``end_step``), the calls of the
+    sequences that it returns, ``submit``, ``abort``, ``bump``, ``reset``, ``grow``. Only ``retired``, ``peek``,
+    ``stats`` and ``check`` may differ from rank to rank.
+    """
+
+    def __init__(self, config: Config, fingerprint: Fingerprint, group: Group | None = None, *,
+                 hash64: Hash64 | None = None) -> None:
+        """Compares agreed fields over ``group`` (None: this rank alone) and raises GroupMismatch if they differ.
+
+        The group stays the caller's. ``hash64`` replaces the configured key function, for tests.
+        """
+        self.config = config
+        self._group = group if group is not None else SoloGroup()
+        cache, pool = config.cache, config.pool
+        namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
+        self._books = Books(pool.pages, pool.scratch_pages, namer, store_at_fill=cache.index_on == "fill",
+                            asynchronous=cache.asynchronous)
+        smallest = agree_at_start(self._group, config, namer, self._books.pool.usable)
+        self._agreement = Agreement(self._books, self._group.rank, cache.queue_slots, cache.heartbeat, smallest)
+        self._ticket: Ticket | None = None
+        self._broken: DistKVError | None = None
+
+    # ---- names and lookups
+
+    def chain(self, tokens: object = (), *, adapter: Adapter | None = None, salt: str | None = None,
+              spans: Iterable[Span] = ()) -> KeyChain:
+        """The key chain of a prompt; see :class:`distkv.KeyChain`. May be called in any thread."""
+        return self._books.namer.chain(tokens, adapter=adapter, salt=salt, spans=spans)
+
+    def peek(self, chain: KeyChain) -> int:
+        """How many pages a request with this prompt would match on this rank now. Changes nothing."""
+        limit = max(0, len(chain) - 1) // self._books.page_size
+        return len(self._books.match(self._books.renamed(chain), limit))
+
+    # ---- calls that all ranks make in the same order
+
+    def submit(self, request: Request) -> None:
+        """Puts a request at the end of the queue. What can never run shows up as refused in the next result."""
+        self._agreement.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a waiting or running request and stores nothing more of it. Unknown ids are ignored."""
+        self._agreement.abort(request_id)
+
+    def bump(self, weights_version: str) -> None:
+        """New weights: what was computed before is never used again. Running sequences finish and do not store."""
+        self._agreement.next_epoch(weights_version)
+
+    def reset(self) -> None:
+        """Forgets all cached pages. Pages of running sequences stay theirs; these finish and do not store."""
+        self._agreement.next_epoch(None)
+
+    def grow(self, sequence: Sequence, pages: int) -> None:
+        """Reserves ``pages`` more for a running sequence, out of the leftover of the last step.
+
+        Raises NoRoom, with nothing reserved, if the leftover is smaller; it is 0 between begin and end of a step.
+        """
+        self._agreement.grow(sequence, pages)
+
+    # ---- the step
+
+    def step(self, message: Message = _NOTHING) -> StepResult:
+        """:meth:`begin_step` and :meth:`end_step`."""
+        self.begin_step(message)
+        return self.end_step()
+
+    def begin_step(self, message: Message = _NOTHING) -> None:
+        """Applies the message, fills this rank's ballot and enters the collective, if the step needs one.
+
+        It does not raise for what fails on this rank alone: that is voted as a fault, and :meth:`end_step` raises
+        PeerFailed on every rank. After an error that ended the group it raises that error again.
+        """
+        if self._broken is not None:
+            raise self._broken
+        vector = self._agreement.begin(message)
+        if vector is None:
+            return
+        try:
+            self._ticket = self._group.start(vector, self._books.step)
+        except GroupError as error:
+            self._break(error)
+            raise
+
+    def end_step(self) -> StepResult:
+        """Takes the group's minimum and commits what follows from it.
+
+        Raises PeerFailed if a rank could not fill its ballot: nothing was admitted anywhere and the group goes on.
+        Raises GroupDivergence, GroupTimeout or PeerLost, which end the group. Holds are given back in every case.
+        """
+        if self._broken is not None:
+            raise self._broken
+        ticket, self._ticket = self._ticket, None
+        try:
+            result = self._agreement.end(ticket.wait() if ticket is not None else None)
+        except PeerFailed:
+            raise
+        except GroupError as error:
+            self._break(error)
+            raise
+        if self.config.pool.check:
+            self.check()
+        return result
+
+    def retired(self, step: int) -> None:
+        """All forwards launched up to step ``step`` have ended on this rank: pages that waited for it are free."""
+        self._books.retired(step)
+
+    # ---- what there is
+
+    @property
+    def running(self) -> Mapping[str, Sequence]:
+        """Admitted sequences that have not ended, by request id."""
+        return MappingProxyType(self._agreement.running)
+
+    @property
+    def waiting_ids(self) -> tuple[str, ...]:
+        """Ids of waiting requests, in queue order."""
+        return tuple(p.request.id for p in self._agreement.queue if not p.aborted)
+
+    @property
+    def leftover(self) -> int:
+        """Pages that :meth:`grow` may take: the same number on every rank, 0 while a ballot is in flight."""
+        return self._agreement.leftover
+
+    @property
+    def pool_pages(self) -> int:
+        """Usable pages of the smallest pool of the group: what one request may use at most."""
+        return self._agreement.smallest_pool
+
+    def stats(self) -> Stats:
+        """Counters and page states of this rank, at this moment."""
+        return Stats.of(self._books, self._agreement.counters, self._agreement.reasons)
+
+    def check(self) -> None:
+        """Recounts every invariant from scratch; O(pages). Raises InvariantError."""
+        self._books.check(list(self._agreement.running.values()))
+        if self._agreement.ballot is None and self._books.pool.holds.any():
+            raise InvariantError("pages are held although no ballot is in flight")
+
+    def close(self) -> None:
+        """Aborts what waits and runs, on this rank only; every further step raises. The group is left as it is."""
+        for sequence in list(self._agreement.running.values()):
+            sequence.abort()
+        self._agreement.queue.clear()
+        self._break(SequenceError("the cache was closed"))
+
+    def _break(self, error: DistKVError) -> None:
+        self._agreement.give_up()
+        self._ticket = None
+        self._broken = self._broken or error

@@ -1,0 +1,122 @@
+"""Why a request was not served more pages from the cache."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from distkv.keys import KeyChain
+from distkv.runs import Root, Run
+
+
+class Reason(StrEnum):
+    """Why a match is not longer than it is."""
+
+    WHOLE = "whole"
+    """Nothing is missing: every full page but for the last token, which is always computed, was served."""
+    PARTIAL_PAGE = "partial page"
+    """All full pages were served; what follows does not fill a page."""
+    NEVER_SEEN = "never seen"
+    """No entry with these tokens."""
+    EVICTED = "evicted"
+    """The entry was here and left the index."""
+    SALT = "salt"
+    """The first page is here under another salt."""
+    ADAPTER = "adapter"
+    """The first page is here under another adapter or another generation of it."""
+    MEDIA = "media"
+    """The page is here with the same token ids but with other media or embeddings."""
+    GROUP_MINIMUM = "group minimum"
+    """This rank has more, another rank has not."""
+    OLD_WEIGHTS = "old weights"
+    """What matched belongs to an earlier epoch."""
+    NOT_READ = "not read"
+    """The request asked not to read the cache."""
+
+
+class Memory:
+    """What the index remembers to explain misses: keys that left it, and which chains begin with which tokens.
+
+    The keys that left are kept in a table of two slots per page of the pool, where a newer key may overwrite an
+    older one: then the reason reads "never seen". Reasons are for people; nothing is decided by them.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._left: npt.NDArray[np.uint64] = np.zeros(2 * pages, np.uint64)
+        self._first: dict[int, list[Run]] = {}
+
+    def evicted(self, keys: list[int]) -> None:
+        """These keys left the index."""
+        size = len(self._left)
+        for key in keys:
+            self._left[key % size] = key
+
+    def first_page(self, run: Run, page_bytes: int) -> None:
+        """A run that begins a chain was made."""
+        self._first.setdefault(_digest(run, page_bytes), []).append(run)
+
+    def forget_first_page(self, run: Run) -> None:
+        """Such a run is about to go; it still has its tokens and pages."""
+        digest = _digest(run, len(run.tokens) // len(run))
+        runs = self._first[digest]
+        runs.remove(run)
+        if not runs:
+            del self._first[digest]
+
+    def explain(self, chain: KeyChain, matched: int, leaf: Run | None, used: int) -> Reason:
+        """Why ``chain`` matched ``matched`` pages, ending at entry ``used - 1`` of ``leaf``, and not more."""
+        if matched == chain.pages:
+            exact = len(chain) == matched * chain.namer.page_size
+            return Reason.WHOLE if exact else Reason.PARTIAL_PAGE
+        if matched + 1 == chain.pages and len(chain) == chain.pages * chain.namer.page_size and self._indexed(chain, leaf, used):
+            return Reason.WHOLE
+        key = chain.keys[matched]
+        if int(self._left[key % len(self._left)]) == key:
+            return Reason.EVICTED
+        if matched == 0:
+            return self._explain_first(chain)
+        return Reason.MEDIA if self._twin(chain, matched, self._followers(leaf, used)) else Reason.NEVER_SEEN
+
+    def _explain_first(self, chain: KeyChain) -> Reason:
+        page_bytes = 4 * chain.namer.page_size
+        for run in self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), ()):
+            root = run.parent
+            assert isinstance(root, Root)
+            if root.identity == chain.root:
+                return Reason.MEDIA
+            return Reason.ADAPTER if root.adapter != chain.adapter else Reason.SALT
+        return Reason.NEVER_SEEN
+
+    def _indexed(self, chain: KeyChain, leaf: Run | None, used: int) -> bool:
+        """Whether the page behind the match is indexed too: then only the one token to compute was kept back."""
+        position = chain.pages - 1
+        key = chain.keys[position]
+        if leaf is None:
+            page_bytes = 4 * chain.namer.page_size
+            runs = self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), ())
+            return any(run.keys[0] == key for run in runs)
+        return any(run.keys[at] == key for run, at in self._followers(leaf, used))
+
+    @staticmethod
+    def _followers(leaf: Run | None, used: int) -> list[tuple[Run, int]]:
+        """The entries behind the match: (run, offset)."""
+        if leaf is None:
+            return []
+        if used < len(leaf):
+            return [(leaf, used)]
+        return [(child, 0) for child in (leaf.children or {}).values()]
+
+    @staticmethod
+    def _twin(chain: KeyChain, position: int, entries: list[tuple[Run, int]]) -> bool:
+        """Whether an entry has the same token ids at this position (its extras then differ, or it had matched)."""
+        size = 4 * chain.namer.page_size
+        return any(
+            chain.buffer.startswith(run.tokens[at * size : (at + 1) * size], position * size) for run, at in entries
+        )
+
+
+def _digest(run: Run, page_bytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(bytes(run.tokens[:page_bytes]))

@@ -1,0 +1,109 @@
+"""The frozen types that go in and out of the cache: requests, messages, results, records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distkv.errors import RequestError
+from distkv.keys import KeyChain
+from distkv.reasons import Reason
+
+if TYPE_CHECKING:
+    from distkv.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to be answered. The same on every rank, but for the chain object, which each rank makes itself."""
+
+    id: str
+    """Names the request on all ranks while it waits and runs."""
+    chain: KeyChain
+    """The prompt, by ``cache.chain``. At least one token."""
+    output_limit: int
+    """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission."""
+    matched_cap: int | None = None
+    """Rank 0's own matched length in pages (``cache.peek``), which caps the lookup on every rank."""
+    read: bool = True
+    """False: nothing is taken from the cache."""
+    write: bool = True
+    """False: nothing of it is stored."""
+    priority: int = 0
+    """For the engine's use; admission is first in, first out."""
+
+    def __post_init__(self) -> None:
+        if len(self.chain) < 1:
+            raise RequestError(self.id, "the prompt is empty; at least one token has to be computed")
+        if self.output_limit < 0:
+            raise RequestError(self.id, f"output_limit is {self.output_limit}, which must be 0 or more")
+        if self.matched_cap is not None and self.matched_cap < 0:
+            raise RequestError(self.id, f"matched_cap is {self.matched_cap}, which must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What all ranks are told for one step, in one order: bump or reset, then aborts, then new requests."""
+
+    requests: tuple[Request, ...] = ()
+    """New requests, in the order in which they are to be admitted."""
+    aborts: tuple[str, ...] = ()
+    """Ids of waiting or running requests. Unknown ids are ignored: they may have ended in the meantime."""
+    weights_version: str | None = None
+    """Not None: the weights are these from now on; nothing computed before is used again."""
+    reset: bool = False
+    """True: the cache forgets everything; running sequences finish and do not store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that was not admitted in this step."""
+
+    request_id: str
+    why: str
+    """``no room``: the first that does not fit; ``behind it``: in its way; ``not looked at``: beyond the first K."""
+    pages_short: int = 0
+    """How many more pages the group would have to promise; 0 if it was not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that can never run. It is not waiting any more."""
+
+    request_id: str
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step decided: the same on every rank, but for requests that were aborted while the ballot was in flight."""
+
+    step: int
+    ready: tuple[Sequence, ...] = ()
+    """Sequences that may run from now on. The engine runs each until it calls ``finish`` or ``abort``."""
+    waiting: tuple[Waiting, ...] = ()
+    """Requests that wait, in queue order."""
+    refused: tuple[Refused, ...] = ()
+    """Requests that were refused since the last result."""
+    leftover: int = 0
+    """Pages that the whole group can still promise until the next ballot, the same number on every rank."""
+    collective: bool = False
+    """Whether a collective was needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What the cache did for one request. Lengths in pages but for the two in tokens."""
+
+    request_id: str
+    prompt_tokens: int
+    matched: int
+    """Pages that this rank had on the device."""
+    restorable: int
+    """Pages that this rank had on the device or the host."""
+    agreed: int
+    """Pages that every rank had: the ones that are used."""
+    cached_tokens: int
+    """``agreed * page_size``."""
+    reason: Reason
+    """Why ``agreed`` is not more."""

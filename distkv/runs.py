@@ -1,0 +1,113 @@
+"""Runs: chains of index entries without a branch, the unit in which the index stores its entries."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from distkv.keys import TOKEN_BYTES, Adapter, KeyChain
+from distkv.pages import Pages
+
+
+class Root:
+    """Where the chains of one adapter and salt begin. ``identity`` is compared byte for byte, never by its hash."""
+
+    __slots__ = ("adapter", "children", "identity", "salt")
+
+    def __init__(self, chain: KeyChain) -> None:
+        self.identity = chain.root
+        self.adapter: Adapter | None = chain.adapter
+        self.salt: str | None = chain.salt
+        self.children: dict[int, Run] = {}
+
+
+class Run:
+    """Consecutive entries of one chain; only the last one may have children. Owned and changed by the index alone.
+
+    ``start`` is the chain position, in pages, of the first entry. ``tokens`` are int32 little-endian bytes, ``pages``
+    the device pages, ``keys`` the keys, each one per entry. ``extras`` maps chain positions to encoded extras, and is
+    None for the common run without any. ``parent`` is the run, or the root, that this one continues.
+    """
+
+    __slots__ = ("children", "extras", "keys", "pages", "parent", "slot", "start", "tokens")
+
+    def __init__(self, slot: int, parent: Run | Root, start: int) -> None:
+        self.slot = slot
+        self.parent = parent
+        self.start = start
+        self.tokens = bytearray()
+        self.pages: array[int] = array("i")
+        self.keys: list[int] = []
+        self.extras: dict[int, bytes] | None = None
+        self.children: dict[int, Run] | None = None
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __repr__(self) -> str:
+        return f"Run(slot {self.slot}, pages {self.start} .. {self.start + len(self) - 1} of its chain)"
+
+    @property
+    def end(self) -> int:
+        """Chain position behind the last entry."""
+        return self.start + len(self.pages)
+
+    def page_ids(self, first: int = 0, stop: int | None = None) -> Pages:
+        """A copy of the page ids of entries ``first .. stop - 1`` of this run."""
+        return np.array(self.pages[first:stop], dtype=np.int32)
+
+    def has(self, chain: KeyChain, used: int) -> bool:
+        """Whether the first ``used`` entries have the tokens and extras of ``chain`` at their positions.
+
+        A memcmp without a copy; the caller answers for ``len(chain) >= start + used`` pages.
+        """
+        size = TOKEN_BYTES * chain.namer.page_size
+        at = self.start * size
+        if used == len(self.pages):
+            same = chain.buffer.startswith(self.tokens, at)
+        else:
+            with memoryview(self.tokens) as view, view[: used * size] as part:
+                same = chain.buffer.startswith(part, at)
+        if not same or not (self.extras or chain.extras):
+            return same
+        mine = self.extras or {}
+        theirs = chain.extras
+        return all(mine.get(i) == theirs.get(i) for i in range(self.start, self.start + used))
+
+    def append(self, chain: KeyChain, first: int, pages: Pages) -> None:
+        """Adds the chain's pages ``first .. first + len(pages) - 1``, whose bytes lie in ``pages``."""
+        size = TOKEN_BYTES * chain.namer.page_size
+        stop = first + len(pages)
+        self.tokens += chain.buffer[first * size : stop * size]
+        self.pages.frombytes(pages.tobytes())
+        self.keys += chain.keys[first:stop]
+        if chain.extras:
+            found = {i: chain.extras[i] for i in range(first, stop) if i in chain.extras}
+            if found:
+                self.extras = {**(self.extras or {}), **found}
+
+    def cut(self, keep: int) -> None:
+        """Drops the entries behind the first ``keep``."""
+        size = len(self.tokens) // len(self.pages)
+        del self.tokens[keep * size :]
+        del self.pages[keep:]
+        del self.keys[keep:]
+        if self.extras:
+            self.extras = {i: data for i, data in self.extras.items() if i < self.start + keep} or None
+
+    def split_off(self, at: int, slot: int) -> Run:
+        """Moves the entries behind the first ``at``, and the children, to a new run that continues this one."""
+        size = len(self.tokens) // len(self.pages)
+        tail = Run(slot, self, self.start + at)
+        tail.tokens = self.tokens[at * size :]
+        tail.pages = self.pages[at:]
+        tail.keys = self.keys[at:]
+        if self.extras:
+            tail.extras = {i: data for i, data in self.extras.items() if i >= tail.start} or None
+        tail.children = self.children
+        for child in (tail.children or {}).values():
+            child.parent = tail
+        self.cut(at)
+        self.children = {slot: tail}
+        return tail

@@ -1,0 +1,36 @@
+"""What the ranks compare when a group starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from distkv.config import Config, agreed_fields
+from distkv.errors import GroupMismatch
+from distkv.group import Group
+from distkv.keys import Namer
+
+
+def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:
+    """Compares the agreed fields and a probe key over the group, in one exchange.
+
+    Returns the smallest pool of the group, in usable pages. Raises GroupMismatch, on every rank, naming each field
+    that differs and every rank's value. Local fields (pool sizes) may differ.
+    """
+    fields = agreed_fields(config)
+    fields |= {f"fingerprint.{name}": str(value) for name, value in asdict(namer.fingerprint).items()}
+    fields["key function (key of a probe)"] = namer.probe()
+    mine = json.dumps({"fields": fields, "pages": usable_pages}, sort_keys=True).encode()
+    all_ranks = [json.loads(data) for data in group.exchange(mine)]
+    names = sorted({name for rank in all_ranks for name in rank["fields"]})
+    differing = {}
+    for name in names:
+        values = [str(rank["fields"].get(name, "(not there)")) for rank in all_ranks]
+        if len(set(values)) > 1:
+            differing[name] = values
+    # The probe covers the fingerprint and the page size: name it only when nothing else explains it.
+    if len(differing) > 1:
+        differing.pop("key function (key of a probe)", None)
+    if differing:
+        raise GroupMismatch(differing, rank=group.rank)
+    return min(int(rank["pages"]) for rank in all_ranks)
