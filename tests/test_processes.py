@@ -1,0 +1,311 @@
+"""The harness for groups of processes: it shows every rank, never hangs, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from distkv.errors import GroupTimeout, RequestTooLarge
+from distkv.testing.processes import RanksFailed, choose_backend, run_outcomes, run_ranks
+
+GENEROUS = 240.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    rank: int
+    lowest: int
+
+
+def lowest(rank: int, world_size: int, base: int) -> Answer:
+    tensor = torch.tensor([base + rank])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    assert dist.get_world_size() == world_size
+    return Answer(rank, int(tensor))
+
+
+def minimum_by_torchrun_variables(rank: int, world_size: int) -> int:
+    dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    return lowest(rank, world_size, 5).lowest
+
+
+def environment(rank: int, world_size: int) -> dict[str, str]:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "COLOUR"]
+    return {name: os.environ[name] for name in names}
+
+
+def array(rank: int, world_size: int) -> np.ndarray:
+    return np.full(3, rank, np.int32)
+
+
+def fail(rank: int, world_size: int) -> None:
+    if rank == 1:
+        print("a word before the end")
+        raise RequestTooLarge("r1", 9, 4)
+    time.sleep(10_000)
+
+
+def sleep_in_a_function_with_a_name(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(10_000)
+
+
+def wait_for_a_message(rank: int, world_size: int) -> None:
+    """Rank 0 waits inside gloo, in C++, for a rank that never sends."""
+    if rank == 0:
+        dist.recv(torch.zeros(1), src=1)
+    else:
+        time.sleep(10_000)
+
+
+def end_oneself(rank: int, world_size: int, way: str) -> str:
+    if rank == 1:
+        if way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif way == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif way == "exit":
+            os._exit(7)
+        elif way == "sys.exit":
+            sys.exit(3)
+    try:
+        dist.recv(torch.zeros(1), src=1) if way != "stop" else time.sleep(0.1)
+    except RuntimeError:
+        return "noticed"
+    return "went on"
+
+
+def raise_timeout(rank: int, world_size: int) -> None:
+    raise GroupTimeout("all_reduce", 1.5, rank=rank, step=7)
+
+
+def start_children(rank: int, world_size: int, folder: str, end: str) -> None:
+    """One child in the rank's session, one that left it; both would live for hours."""
+    code = "import time; time.sleep(10_000)"
+    for new_session in (False, True):
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=new_session)
+        (Path(folder) / f"{rank}-{new_session}").write_text(str(child.pid))
+    if end == "raise":
+        raise ValueError("after the children were started")
+    if end == "sleep":
+        time.sleep(10_000)
+
+
+def return_but_stay(rank: int, world_size: int) -> int:
+    threading.Thread(target=time.sleep, args=(10_000,)).start()
+    return rank
+
+
+def return_a_lambda(rank: int, world_size: int) -> object:
+    return lambda: rank
+
+
+def alive(folder: Path) -> list[int]:
+    """Processes started by the ranks that are neither gone nor zombies."""
+    pids = [int(text) for text in (file.read_text() for file in folder.iterdir()) if text]
+    assert pids
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    start = time.monotonic()
+    yield
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert time.monotonic() - start < GENEROUS
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_in_order_of_rank(world_size: int) -> None:
+    assert run_ranks(lowest, world_size, (10,)) == [Answer(rank, 10) for rank in range(world_size)]
+
+
+def test_the_group_may_be_made_by_the_ranks_as_under_torchrun() -> None:
+    assert run_ranks(minimum_by_torchrun_variables, 2, backend=None) == [5, 5]
+
+
+def test_environment_of_a_rank() -> None:
+    found = run_ranks(environment, 2, backend=None, env={"COLOUR": "red"})
+    for rank, variables in enumerate(found):
+        assert variables == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "COLOUR": "red",
+        }
+
+
+def test_arrays_are_results_too() -> None:
+    results = run_ranks(array, 2, backend=None)
+    assert [result.tolist() for result in results] == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_auto_uses_a_backend_that_the_machine_has() -> None:
+    enough_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= 2
+    assert choose_backend(2) == ("nccl" if enough_gpus else "gloo")
+    if not enough_gpus:
+        assert run_ranks(lowest, 2, (3,), backend="auto") == [Answer(0, 3), Answer(1, 3)]
+
+
+def test_an_exception_shows_its_traceback_and_ends_the_other_ranks() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(fail, 3, backend=None, timeout_s=10_000)
+    text = str(caught.value)
+    assert "3 of 3 ranks" in text
+    assert "rank 1: raised distkv.errors.RequestTooLarge" in text
+    assert 'raise RequestTooLarge("r1", 9, 4)' in text
+    assert "a word before the end" in text
+    assert "rank 2: was still running when another rank failed" in text
+    assert [outcome.status for outcome in caught.value.outcomes] == ["ended", "raised", "ended"]
+    assert caught.value.outcomes[1].raised(RequestTooLarge)
+    assert not caught.value.outcomes[1].raised(GroupTimeout)
+
+
+def test_a_stuck_rank_shows_where_it_is() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=15)
+    assert [outcome.status for outcome in caught.value.outcomes] == ["returned", "deadline"]
+    assert "rank 1: did not end within the deadline" in str(caught.value)
+    assert "sleep_in_a_function_with_a_name" in caught.value.outcomes[1].stacks
+
+
+def test_ranks_stuck_inside_a_collective_show_where_they_are() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(wait_for_a_message, 2, timeout_s=20)
+    for outcome in caught.value.outcomes:
+        assert "wait_for_a_message" in outcome.stacks + (outcome.error.traceback if outcome.error else "")
+
+
+@pytest.mark.parametrize(
+    ("way", "status", "code"), [("kill", "killed", -9), ("exit", "exited", 7), ("sys.exit", "exited", 3)]
+)
+def test_a_rank_that_ends_without_a_word(way: str, status: str, code: int) -> None:
+    survivor, ended = run_outcomes(end_oneself, 2, (way,))
+    assert (ended.status, ended.exit_code) == (status, code)
+    assert (survivor.status, survivor.result) == ("returned", "noticed")
+    assert ("SIGKILL" in ended.describe()) == (way == "kill")
+
+
+def test_a_stopped_rank_does_not_hold_up_the_others() -> None:
+    survivor, stopped = run_outcomes(end_oneself, 2, ("stop",), timeout_s=10_000)
+    assert (survivor.status, survivor.result) == ("returned", "went on")
+    assert stopped.status == "stopped"
+    assert "end_oneself" in stopped.stacks
+
+
+def test_an_exception_keeps_its_attributes() -> None:
+    for rank, outcome in enumerate(run_outcomes(raise_timeout, 2, backend=None)):
+        assert outcome.raised(GroupTimeout)
+        assert outcome.error is not None
+        assert outcome.error.attributes == {"operation": "all_reduce", "seconds": 1.5, "rank": rank, "step": 7}
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "sleep"])
+def test_nothing_that_a_rank_started_is_left(tmp_path: Path, end: str) -> None:
+    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=15)
+    expected = {"return": "returned", "raise": "raised", "sleep": "deadline"}[end]
+    assert [outcome.status for outcome in outcomes] == [expected, expected]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert alive(tmp_path) == []
+
+
+def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(start_children, 2, (str(tmp_path), "sleep"), backend=None, timeout_s=GENEROUS)
+    assert alive(tmp_path) == []
+
+
+def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_processes import pid_file, run_ranks
+run_ranks(pid_file, 2, ({str(tmp_path)!r},), backend=None)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while len(list(tmp_path.iterdir())) < 2:
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 30
+    while alive(tmp_path) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert alive(tmp_path) == []
+
+
+def pid_file(rank: int, world_size: int, folder: str) -> None:
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    time.sleep(10_000)
+
+
+def test_a_process_that_stays_after_its_target_returned_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distkv.testing.processes._LEAVE_S", 1.0)
+    with pytest.raises(RanksFailed, match="its target had returned") as caught:
+        run_ranks(return_but_stay, 2, backend=None)
+    assert "sleep" in caught.value.outcomes[0].stacks or "Thread" in caught.value.outcomes[0].stacks
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_that_rank() -> None:
+    (outcome,) = run_outcomes(return_a_lambda, 1, backend=None)
+    assert outcome.raised(TypeError)
+    assert outcome.error is not None
+    assert "cannot be pickled" in outcome.error.message
+
+
+def test_targets_must_be_importable() -> None:
+    with pytest.raises(ValueError, match="importable by name"):
+        run_ranks(lambda rank, world_size: None, 1)
+    with pytest.raises(ValueError, match="at least 1"):
+        run_ranks(array, 0)
+
+
+def test_a_script_can_run_its_own_functions(tmp_path: Path) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text(
+        "from dataclasses import dataclass\n"
+        "from distkv.testing.processes import run_ranks\n"
+        "@dataclass\n"
+        "class Point:\n"
+        "    x: int\n"
+        "def case(rank, world_size, point):\n"
+        "    return Point(point.x + rank)\n"
+        "if __name__ == '__main__':\n"
+        "    print(run_ranks(case, 2, (Point(3),), backend=None))\n"
+    )
+    root = str(Path(__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True, text=True, timeout=GENEROUS, env={**os.environ, "PYTHONPATH": root}, check=False,
+    )  # fmt: skip
+    assert run.stdout.strip() == "[Point(x=3), Point(x=4)]", run.stderr
+
+
+def test_groups_started_at_once_do_not_fight_over_a_port() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(run_ranks, lowest, 2, (100 * i,), timeout_s=GENEROUS) for i in range(8)]
+        for i, run in enumerate(runs):
+            assert run.result() == [Answer(0, 100 * i), Answer(1, 100 * i)]
