@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distkv import Fingerprint, KeyChain, Message, PrefixCache, Request
-from distkv import Sequence as CacheSequence
+from distkv.cache import PrefixCache
 from distkv.engine.attention import Batch
 from distkv.engine.config import ServeConfig
 from distkv.engine.handoff import Handoff, NewRequest, News
@@ -25,6 +24,9 @@ from distkv.engine.requests import Completion, FinishReason, Prompt, check_promp
 from distkv.engine.schedule import Chunk, Grid, Runnable, Scheduler
 from distkv.errors import DistKVError, DuplicateRequest, ModelError, PeerFailed
 from distkv.group import Group
+from distkv.keys import Adapter, Fingerprint, KeyChain
+from distkv.request import Message, Request
+from distkv.sequence import Sequence as CacheSequence
 
 __all__ = ["Engine"]
 
@@ -60,14 +62,15 @@ class _Chains:
 
     cache: PrefixCache
     limit: int
-    kept: OrderedDict[tuple[str, str | None, str | None], KeyChain] = field(default_factory=OrderedDict)
+    kept: OrderedDict[tuple[str, str | None, tuple[str, int] | None], KeyChain] = field(default_factory=OrderedDict)
 
     def name(self, new: NewRequest) -> KeyChain:
         """The chain of a prompt."""
         old = self.kept.get((new.conversation, new.salt, new.adapter)) if new.conversation is not None else None
         if old is not None:
             return old.follow(new.tokens)
-        return self.cache.chain(new.tokens, adapter=new.adapter, salt=new.salt)
+        adapter = Adapter(*new.adapter) if new.adapter is not None else None
+        return self.cache.chain(new.tokens, adapter=adapter, salt=new.salt)
 
     def keep(self, new: NewRequest, chain: KeyChain) -> None:
         """Remembers a finished turn."""
@@ -135,7 +138,8 @@ class Engine:
         ids = check_prompt(name, prompt.tokens, limit, self.model.vocab_size, self.model.context)
         on = self.config.engine.cache == "on"
         new = NewRequest(
-            id=name, tokens=ids, output_limit=limit, salt=prompt.salt, adapter=prompt.adapter, priority=prompt.priority,
+            id=name, tokens=ids, output_limit=limit, salt=prompt.salt, priority=prompt.priority,
+            adapter=(prompt.adapter.name, prompt.adapter.generation) if prompt.adapter is not None else None,
             conversation=prompt.conversation, read=prompt.read and on, write=prompt.write and on,
         )  # fmt: skip
         began = time.monotonic()
@@ -259,6 +263,8 @@ class Engine:
                     read=new.read, write=new.write, priority=new.priority,
                 )  # fmt: skip
             )
+        if news.weights_version is not None or news.reset:
+            self._chains.kept.clear()
         message = Message(
             requests=tuple(requests), aborts=news.aborts, weights_version=news.weights_version, reset=news.reset
         )

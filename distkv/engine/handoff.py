@@ -31,7 +31,8 @@ class NewRequest:
     tokens: np.ndarray  # int32 [n]
     output_limit: int
     salt: str | None = None
-    adapter: str | None = None
+    adapter: tuple[str, int] | None = None
+    """Name and generation."""
     conversation: str | None = None
     read: bool = True
     write: bool = True
@@ -67,6 +68,8 @@ class News:
         requests, at = [], 0
         for fields in header.pop("requests"):
             n = fields.pop("n")
+            if fields["adapter"] is not None:
+                fields["adapter"] = (fields["adapter"][0], fields["adapter"][1])
             requests.append(NewRequest(tokens=tokens[at : at + n], **fields))
             at += n
         return cls(requests=tuple(requests), **{**header, "aborts": tuple(header["aborts"])})

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from distkv.errors import DistKVError, PromptError
+from distkv.keys import Adapter
 
 __all__ = ["Completion", "FinishReason", "Prompt", "check_prompt"]
 
@@ -27,7 +28,7 @@ class Prompt:
     """Must be unique among requests that are waiting or running; None: the engine makes one."""
     salt: str | None = None
     """Only requests with the same salt share pages."""
-    adapter: str | None = None
+    adapter: Adapter | None = None
     """Only requests with the same adapter share pages."""
     conversation: str | None = None
     """Turns of one conversation share their names, so that a turn hashes its new tokens alone."""

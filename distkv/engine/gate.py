@@ -1,0 +1,268 @@
+"""The gate: a cached run against an uncached one under the same schedule, bit for bit.
+
+A run is recorded (:class:`~distkv.engine.record.Recording`). :func:`recompute` then computes its requests again from
+their first token in a pool of its own, with model and attention alone: no cache, no index, no key. Tokens that the run
+took from cached pages are computed in just the chunks and batches in which those pages had once been filled, and
+then everything that the run computed itself, likewise. :func:`compare` wants the same bits: the logits of every
+position that was sampled and the bytes of every page, both by 64-bit hash.
+
+Why the same schedule: the bits of a matrix product depend on how many rows it has. Batch mates that are not under test
+take part as rows of the right number, so that each product has the size it had.
+
+Why no tolerance: two swapped pages move logits by as much as rounding does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from distkv.engine.attention import Batch
+from distkv.engine.model import Model
+from distkv.engine.pool import KVPool
+from distkv.engine.record import Place, RecordedRequest, Recording, logits_hash
+from distkv.engine.schedule import Chunk
+from distkv.errors import GateFailed
+
+__all__ = ["GateReport", "Recomputed", "check", "compare", "recompute", "uncached_schedule"]
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""(request id, batches done, batches in all)."""
+
+
+@dataclass(slots=True)
+class Recomputed:
+    """The bits of one request computed from scratch; the fields are those of ``RecordedRequest``."""
+
+    logits: dict[int, int]
+    pages: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """What was compared on this rank. ``differences`` is empty if all bits are the same."""
+
+    requests: int
+    rows: int
+    pages: int
+    cached_tokens: int
+    differences: tuple[str, ...]
+    differing: frozenset[str] = field(default=frozenset())
+    """Ids of the requests that differ."""
+
+    def raise_if_failed(self) -> None:
+        """Raises ``GateFailed`` with the first differences."""
+        if self.differences:
+            shown = "; ".join(self.differences[:3])
+            raise GateFailed(f"{len(self.differences)} difference(s) between the cached run and the uncached one: {shown}",
+                             self.differences)  # fmt: skip
+
+
+def check(
+    model: Model, recording: Recording, *, continued: bool = False, progress: Progress | None = None
+) -> GateReport:
+    """Recomputes all ended requests of a recording and compares. See :func:`recompute` for ``continued``.
+
+    Every rank of the model's group calls it with its own recording of the same run. Raises ``GateFailed`` when
+    nothing came from the cache (then there is nothing to prove), and when a request was given pages that were never
+    computed for its tokens; other differences are in the report.
+    """
+    if not any(r.cached_tokens for r in recording.requests.values() if r.pages is not None):
+        raise GateFailed("no request of the recorded run took a token from the cache: the gate has nothing to compare")
+    return compare(recording, recompute(model, recording, continued=continued, progress=progress), rank=model.tp_rank)
+
+
+def compare(recording: Recording, recomputed: dict[str, Recomputed], *, rank: int = 0) -> GateReport:
+    """Compares the recorded requests that are in ``recomputed`` with it."""
+    differences: list[str] = []
+    differing, rows, pages, cached = set(), 0, 0, 0
+    for name, new in recomputed.items():
+        old, before = recording.requests[name], len(differences)
+        where = f"request {name!r}, rank {rank}"
+        if old.logits.keys() != new.logits.keys():
+            differences.append(f"{where}: logits were taken at other positions")
+        differences += [
+            f"{where}: the logits at position {position} differ"
+            for position, value in sorted(old.logits.items()) if new.logits.get(position, value) != value
+        ]  # fmt: skip
+        assert old.pages is not None
+        if old.pages.shape != new.pages.shape:
+            differences.append(f"{where}: {len(old.pages)} pages against {len(new.pages)}")
+        else:
+            for page, layer, plane in np.argwhere(old.pages != new.pages).tolist():
+                kind = "cached" if page < len(old.origin) else "own"
+                differences.append(f"{where}: page {page} ({kind}), layer {layer}, {('keys', 'values')[plane]} differ")
+        if len(differences) > before:
+            differing.add(name)
+        rows, pages, cached = rows + len(old.logits), pages + len(old.pages), cached + old.cached_tokens
+    return GateReport(len(recomputed), rows, pages, cached, tuple(differences), frozenset(differing))
+
+
+def recompute(
+    model: Model,
+    recording: Recording,
+    names: Sequence[str] | None = None,
+    *,
+    continued: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Recomputed]:
+    """Computes requests of a recording (default: all that ended) from scratch, in a pool of its own.
+
+    Each request starts from nothing. With ``continued`` a request keeps those leading pages of the one before that
+    have the same tokens and the same origin, so that the turns of one conversation are computed in one pass, every
+    token once: much cheaper, and as independent of the cache's code. Results are by request id.
+    """
+    _same_on_all_ranks(model, recording)
+    ended = [name for name, r in recording.requests.items() if r.pages is not None]
+    todo = [recording.requests[name] for name in (ended if names is None else names)]
+    size = recording.pool.page_size
+    longest = max((r.committed for r in todo), default=0)
+    widest = max((sum(c.n for c in b.chunks) for b in recording.batches), default=0)
+    # behind the table of the request under test lie pages for rows that only give a batch its size
+    table, spare = -(-longest // size), -(-widest // size)
+    bench = _Bench(model, recording, model.pool(table + spare, size), np.arange(table, dtype=np.int32))
+    out = {}
+    for request in todo:
+        if not continued:
+            bench.forget()
+        out[request.id] = bench.run(request, progress)
+    return out
+
+
+def _same_on_all_ranks(model: Model, recording: Recording) -> None:
+    """Ranks compute together, so they need one plan; only ranks that evicted differently can have different ones."""
+    if model.tp_group is None:
+        return
+    plan = [(r.id, r.origin, r.computed) for r in recording.requests.values() if r.pages is not None]
+    mine = xxhash.xxh3_64_intdigest(repr((plan, recording.batches)).encode()) >> 1
+    digests = [torch.zeros(1, dtype=torch.int64) for _ in range(model.tp_size)]
+    dist.all_gather(digests, torch.tensor([mine]), group=model.tp_group)
+    if any(int(d) != mine for d in digests):
+        raise GateFailed("the ranks took pages of different origin from their caches; give all ranks equal pools, and "
+                         "pools large enough for the run to be checked")  # fmt: skip
+
+
+@dataclass
+class _Bench:
+    """A pool with one page table, in which one request after another is computed."""
+
+    model: Model
+    recording: Recording
+    pool: KVPool
+    table: np.ndarray
+    kept: list[tuple[Place, ...]] = field(default_factory=list)
+    """For each page of the table: where the tokens that lie in it were computed."""
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def forget(self) -> None:
+        """Nothing that was computed so far is used again."""
+        self.kept, self.tokens = [], np.zeros(0, np.int32)
+        self.pool.data.zero_()
+
+    def run(self, request: RecordedRequest, progress: Progress | None) -> Recomputed:
+        places = self._places(request)
+        logits: dict[int, int] = {}
+        own = set(request.computed)
+        for done, place in enumerate(places):
+            row = self._batch(request, place)
+            if row is not None and place in own:
+                chunk = self.recording.batches[place[0]].chunks[place[1]]
+                logits[chunk.start + chunk.n - 1] = logits_hash(row)
+            if progress is not None:
+                progress(request.id, done + 1, len(places))
+        self.tokens = request.tokens[: request.committed]
+        return Recomputed(logits, self.pool.page_hashes(self.table, request.committed))
+
+    def _places(self, request: RecordedRequest) -> list[Place]:
+        """The chunks to compute, in the order of the run; the pages that may be kept are left out."""
+        size, keep = self.pool.page_size, 0
+        for page, origin in enumerate(request.origin):
+            self._check_origin(request, page, origin)
+            end = (page + 1) * size
+            same = keep == page and page < len(self.kept) and self.kept[page] == origin and end <= len(self.tokens)
+            if same and np.array_equal(self.tokens[page * size : end], request.tokens[page * size : end]):
+                keep += 1
+        own = sorted(request.computed)
+        cached = {place for origin in request.origin[keep:] for place in origin}
+        self.kept = list(request.origin) + self._origin_of(own, len(request.origin), request.committed)
+        return sorted(cached) + own
+
+    def _origin_of(self, places: list[Place], first: int, tokens: int) -> list[tuple[Place, ...]]:
+        size = self.pool.page_size
+        pages: list[list[Place]] = [[] for _ in range(first, -(-tokens // size))]
+        for place in places:
+            chunk = self.recording.batches[place[0]].chunks[place[1]]
+            for page in range(chunk.start // size, (chunk.start + chunk.n - 1) // size + 1):
+                pages[page - first].append(place)
+        return [tuple(page) for page in pages]
+
+    def _check_origin(self, request: RecordedRequest, page: int, origin: tuple[Place, ...]) -> None:
+        """The chunks that filled a cached page must have had this request's tokens there, all of them and no others."""
+        size, at = self.pool.page_size, page * self.pool.page_size
+        for place in origin:
+            chunk = self.recording.batches[place[0]].chunks[place[1]]
+            low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, (page + 1) * size)
+            writer = self.recording.requests[chunk.request_id]
+            if low != at or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
+                break
+            at = high
+        if at != (page + 1) * size:
+            raise GateFailed(
+                f"request {request.id!r}, rank {self.model.tp_rank}: page {page} came from the cache, but it was not "
+                f"computed for the request's tokens {page * size} to {(page + 1) * size - 1}"
+            )
+
+    def _batch(self, request: RecordedRequest, place: Place) -> torch.Tensor | None:
+        """Runs one recorded batch with ``request`` in one chunk of it; returns the chunk's logits if it has any."""
+        number, mine = place
+        batch = self.recording.batches[number]
+        rows, at = [], 0
+        for i, chunk in enumerate(batch.chunks):
+            ids = self.recording.requests[chunk.request_id].tokens[chunk.start : chunk.start + chunk.n]
+            if i == mine:
+                rows.append((ids, chunk.start, self._slots(chunk), self.table))
+            else:
+                spare = np.arange(at, at + chunk.n) + len(self.table) * self.pool.page_size
+                rows.append((ids, chunk.start, spare, self.table[:0]))
+            at += chunk.n
+        ends = np.cumsum([chunk.n for chunk in batch.chunks])
+        keep = [int(ends[i]) - 1 for i in batch.sampled]
+        logits = self.model.forward(Batch.build(self.pool, rows, self.model.dtype), keep)
+        return logits[batch.sampled.index(mine)] if mine in batch.sampled else None
+
+    def _slots(self, chunk: Chunk) -> np.ndarray:
+        at = np.arange(chunk.start, chunk.start + chunk.n)
+        return self.table[at // self.pool.page_size].astype(np.int64) * self.pool.page_size + at % self.pool.page_size
+
+
+def uncached_schedule(recording: Recording, readers: Sequence[str]) -> list[list[Chunk]]:
+    """The batches of an uncached engine run that gives the bits of ``readers``: for ``Replay`` and ``read=False``.
+
+    First the batches that filled the readers' cached pages, the reader in its writer's place, then the readers' own.
+    Other requests of these batches keep their place and have to be submitted too, unless they only filled pages for a
+    reader. Raises ``GateFailed`` where two readers would need one batch in different ways.
+    """
+    stand_in: dict[Place, str] = {}
+    wanted: set[int] = set()
+    for name in readers:
+        request = recording.requests[name]
+        for place in {place for origin in request.origin for place in origin}:
+            if stand_in.setdefault(place, name) != name:
+                raise GateFailed(f"{name!r} and {stand_in[place]!r} share the pages of one batch; replay them apart")
+            wanted.add(place[0])
+        wanted |= {number for number, _ in request.computed}
+    return [
+        [
+            chunk._replace(request_id=stand_in.get((number, i), chunk.request_id))
+            for i, chunk in enumerate(recording.batches[number].chunks)
+        ]
+        for number in sorted(wanted)
+    ]
