@@ -44,7 +44,7 @@ types: $(VENV)/.has-tests ## mypy --strict
 	@$(BIN)/python -m mypy --strict distkv
 
 docs: $(VENV)/.has-tests ## write docs/configuration.md from the configuration classes
-	@$(BIN)/python -m distkv.config_reference > docs/configuration.md
+	@$(BIN)/python -m distkv.config_reference distkv.engine.config:ServeConfig > docs/configuration.md
 
 clean: ## remove what tools and builds leave behind, but keep .venv
 	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -279,6 +279,8 @@ def _must_be(value: object, hint: Any, rule: Rule, suggestion: str = "") -> _Wro
 
 def _bounds(rule: Rule, unit: str) -> str:
     low, high = rule.low, rule.high
+    if unit and low == 1 and high is None:
+        return " that is not empty"
     if low is not None and high is not None:
         return f" from {low:.15g} to {high:.15g}{unit}" if not unit else f" of {low:.15g} to {high:.15g}{unit}"
     words = []

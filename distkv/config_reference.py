@@ -36,7 +36,7 @@ with an error that names the field and the ranks. *Local* fields may differ from
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the docstring under it, as one line; fields of base classes included."""
+    """Field name -> the docstring under it, as one line of Markdown; fields of base classes included."""
     docs: dict[str, str] = {}
     for owner in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
@@ -45,7 +45,7 @@ def field_docs(cls: type) -> dict[str, str]:
             if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
                 continue
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                docs[statement.target.id] = " ".join(str(after.value.value).split())
+                docs[statement.target.id] = " ".join(str(after.value.value).replace("``", "`").split())
     return docs
 
 

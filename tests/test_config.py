@@ -266,7 +266,7 @@ def test_an_application_adds_its_own_sections(tmp_path: Path) -> None:
         ("model: m\nsizes: 3", "sizes", ["a list, each item a whole number", "got 3"]),
         ("model: m\nprompts:\n- text: a\n- txt: b", "prompts[1].txt", ["did you mean text?", "line 4"]),
         ("model: m\nprompts:\n- {repeat: 2}", "prompts[0].text", ["missing"]),
-        ("model: m\nprompts:\n- text: ''", "prompts[0].text", ["at least 1 characters"]),
+        ("model: m\nprompts:\n- text: ''", "prompts[0].text", ["a text that is not empty", "got the text ''"]),
         ("model: m\nprompts: {text: a}", "prompts", ["a list, each item a mapping"]),
         ("model: m\nfirst: 3", "first", ["a mapping of fields, got 3"]),
     ],
