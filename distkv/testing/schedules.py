@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from distkv.cache import PrefixCache
 from distkv.config import CacheConfig, Config, PoolConfig
-from distkv.errors import GroupError, PeerFailed
+from distkv.errors import GroupError, NoRoom, PeerFailed
 from distkv.keys import Adapter, Fingerprint
 from distkv.request import Message, Request, StepResult
 from distkv.sequence import Sequence
@@ -190,18 +192,15 @@ class Schedule:
 
     # ---- what the engine does
 
-    def abort_call(self):  # type: ignore[no-untyped-def]
+    def abort_call(self) -> Callable[[int], None]:
         request_id = self.rng.choice(self.known_ids())
         self.counts["abort"] += 1
         return lambda rank: self.group.caches[rank].abort(request_id)
 
-    def work_calls(self):  # type: ignore[no-untyped-def]
+    def work_calls(self) -> list[Callable[[int], None]]:
         """One piece of work for each running sequence, drawn once and done on every rank."""
-        calls = []
-        for sequence in list(self.group.caches[0].running.values()):
-            seed = self.rng.random()
-            calls.append(lambda rank, i=sequence.id, s=seed: self.work(rank, i, s))
-        return calls
+        running = list(self.group.caches[0].running)
+        return [partial(self.work, request_id=request_id, seed=self.rng.random()) for request_id in running]
 
     def work(self, rank: int, request_id: str, seed: float) -> None:
         """Prefill, decode, speculate or finish: a function of the sequence's agreed state and of ``seed``."""
@@ -231,14 +230,25 @@ class Schedule:
         self.bytes[rank].written(sequence, before - before % self.size, sequence.committed, self.size)
 
     def grow(self) -> None:
-        """A sequence takes from the leftover, at once and on all ranks."""
-        leftover = self.group.caches[0].leftover
+        """A sequence asks for more pages than it was promised: granted from the leftover on all ranks, or on none."""
         running = list(self.group.caches[0].running)
-        if leftover > 0 and running and self.rng.random() < 0.1:
-            request_id, pages = self.rng.choice(running), self.rng.randint(1, leftover)
-            self.counts["grown"] += 1
-            self.group.each(lambda cache: cache.grow(cache.running[request_id], pages))
-            self.group.check()
+        if not running or self.rng.random() < 0.9:
+            return
+        leftover = self.group.caches[0].leftover
+        request_id, pages = self.rng.choice(running), self.rng.randint(1, leftover + 2)
+        granted = [self._grown(cache, request_id, pages) for cache in self.group.caches]
+        if len(set(granted)) > 1:
+            raise Disagreement(f"{pages} more pages were granted on some ranks only: {granted}")
+        self.counts["grown" if granted[0] else "not grown"] += 1
+        self.group.check()
+
+    @staticmethod
+    def _grown(cache: PrefixCache, request_id: str, pages: int) -> bool:
+        try:
+            cache.grow(cache.running[request_id], pages)
+        except NoRoom:
+            return False
+        return True
 
     # ---- the whole
 

@@ -1,0 +1,127 @@
+"""Each rule of the agreement, switched off: what the negative controls run to see the simulation fail.
+
+A rule is switched off by replacing the one function that holds it, for the length of a ``with``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from distkv import ballot as ballots
+from distkv.agreement import Agreement
+from distkv.errors import NoRoom
+from distkv.index import NO_PAGES
+
+
+@contextmanager
+def _patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    honest = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, honest)
+
+
+@contextmanager
+def agreed_room() -> Iterator[None]:
+    """The plain minimum of the matched lengths: each rank admits by its own room and its own live pages."""
+    honest = Agreement.end
+
+    def end(self: Agreement, minimum: Any) -> Any:
+        if minimum is not None and self.ballot is not None and ballots.failed_rank(minimum) is None:
+            minimum = minimum.copy()
+            own = ballots.encode(self.ballot, 0, self.queue_slots)
+            minimum[ballots._ROOM] = own[ballots._ROOM]
+            minimum[ballots._ROWS + 2 :: 3] = own[ballots._ROWS + 2 :: 3]
+        return honest(self, minimum)
+
+    decide = ballots.decide
+
+    def without_leftover(minimum: Any, totals: Any, void: bool) -> Any:
+        return replace(decide(minimum, totals, void=void), leftover=0, short=0)  # which would differ at once
+
+    with _patched(Agreement, "end", end), _patched(ballots, "decide", without_leftover):
+        yield
+
+
+def cap_on_holds() -> Any:
+    """Every waiting request holds all that it matched."""
+    return _patched(ballots, "within_room", lambda held, more, room: True)
+
+
+@contextmanager
+def commit_order() -> Iterator[None]:
+    """Holds are dropped before the agreed pages are owned."""
+
+    def own(self: Agreement, row: Any, agreed: int) -> Any:
+        held, row.held = row.held, NO_PAGES
+        self.books.unhold(held)
+        self.books.pool.own(held[:agreed])
+        return held[:agreed]
+
+    with _patched(Agreement, "_own", own):
+        yield
+
+
+def rolling_digest() -> Any:
+    """Ranks with different histories are not noticed."""
+    return _patched(ballots, "diverged", lambda minimum: False)
+
+
+@contextmanager
+def admitted_on_paper() -> Iterator[None]:
+    """A request aborted while the ballot is in flight passes its room to the next one, on the ranks that know."""
+    honest = Agreement.abort
+
+    def abort(self: Agreement, request_id: str) -> None:
+        honest(self, request_id)
+        if self.ballot is not None:
+            for row in self.ballot.rows:
+                if row.pending.request.id == request_id:
+                    row.pending.total = 0
+
+    with _patched(Agreement, "abort", abort):
+        yield
+
+
+@contextmanager
+def epoch_rule() -> Iterator[None]:
+    """Matches of an older epoch count at commit."""
+    honest = ballots.decide
+
+    with _patched(ballots, "decide", lambda minimum, totals, void: honest(minimum, totals, void=False)):
+        yield
+
+
+@contextmanager
+def agreed_leftover() -> Iterator[None]:
+    """Each rank grows a sequence by its own room instead of the agreed leftover."""
+
+    def grow(self: Agreement, sequence: Any, pages: int) -> None:
+        if pages > self.books.room:
+            raise NoRoom(pages - self.books.room, "its own room")
+        sequence.grow(pages)
+
+    with _patched(Agreement, "grow", grow):
+        yield
+
+
+@contextmanager
+def agreed_entry() -> Iterator[None]:
+    """A rank whose own pool has no room left does not enter the collective."""
+    honest = Agreement.begin
+
+    def begin(self: Agreement, message: Any) -> Any:
+        vector = honest(self, message)
+        if vector is not None and self.books.room == 0:
+            self.give_up()
+            self._began = True
+            return None
+        return vector
+
+    with _patched(Agreement, "begin", begin):
+        yield

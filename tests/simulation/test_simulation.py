@@ -1,0 +1,93 @@
+"""Whole groups of simulated ranks: every schedule is quiet, and with any rule switched off one is seen to fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distkv import GroupDivergence, Message, StepResult
+from distkv.testing.schedules import Plan, Schedule, run_schedule
+from distkv.testing.simulate import run_seeds, simulate
+from tests.simulation import rules_off
+
+SECONDS = float(os.environ.get("DISTKV_SIMULATION_SECONDS", "90"))
+AT_LEAST = int(os.environ.get("DISTKV_SIMULATION_SCHEDULES", "300"))
+
+
+def test_no_schedule_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    report = simulate(seconds=SECONDS, at_least=AT_LEAST)
+    with capsys.disabled():
+        print(f"\nsimulation: {report}")
+    assert not report.failures, "\n".join(f"seed {seed}:\n{text}" for seed, text in report.failures.items())
+    assert report.schedules >= AT_LEAST
+    for event in ("hits", "peer failed", "reset in flight", "lost", "abort", "grown", "skipped", "evicted", "refused"):
+        assert report.counts[event] > 0, f"the schedules never came to {event!r}"
+
+
+def test_a_seed_gives_the_same_schedule_again() -> None:
+    assert run_schedule(7) == run_schedule(7)
+
+
+RULES: list[tuple[Callable[[], Any], str]] = [
+    (rules_off.agreed_room, "Disagreement"),
+    (rules_off.cap_on_holds, "do not cover the reservations"),
+    (rules_off.commit_order, "both free and used"),
+    (rules_off.admitted_on_paper, "Disagreement"),
+    (rules_off.epoch_rule, "was matched but holds"),
+    (rules_off.agreed_leftover, "were granted on some ranks only"),
+    (rules_off.agreed_entry, "GroupTimeout"),
+]
+
+
+@pytest.mark.parametrize(("rule", "symptom"), RULES, ids=lambda value: getattr(value, "__name__", ""))
+def test_without_the_rule_the_simulation_fails(rule: Callable[[], Any], symptom: str) -> None:
+    for first in range(0, 200, 10):
+        with rule():
+            report = run_seeds(first, first + 10)
+        failures = [text for text in report.failures.values() if symptom in text]
+        if failures:
+            break
+    else:
+        pytest.fail(f"200 schedules without {rule.__name__} and none showed {symptom!r}")
+    assert not run_seeds(first, first + 10).failures, "the same seeds fail with the rule, too"
+
+
+def missed_abort(seed: int) -> list[Any]:
+    """One rank is not told of an abort that the others apply; what each rank then says of the next step."""
+    schedule = Schedule(seed)
+    while schedule.group.size == 1:
+        seed += 1000
+        schedule = Schedule(seed)
+    for _ in range(10):
+        schedule.step(requests=2)
+    while not schedule.known_ids():
+        schedule.step(requests=1)
+    victim = schedule.rng.choice(schedule.known_ids())
+    deaf = schedule.rng.choice(schedule.ranks)
+    for rank in schedule.ranks:
+        if rank != deaf:
+            schedule.group.caches[rank].abort(victim)
+    plan = Plan("new", (2, 2, 2), 1, None, None, None, True, True)
+    schedule.group.begin(lambda cache: Message(requests=(plan.request(cache),)))
+    return schedule.group.end()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_missed_call_is_noticed_by_all_in_the_same_step(seed: int) -> None:
+    outcomes = missed_abort(seed)
+    assert all(isinstance(outcome, GroupDivergence) for outcome in outcomes), outcomes
+    assert len({outcome.step for outcome in outcomes}) == 1
+
+
+def test_without_the_rolling_digest_ranks_go_on_apart() -> None:
+    apart = 0
+    with rules_off.rolling_digest():
+        for seed in range(30):
+            outcomes = missed_abort(seed)
+            assert all(isinstance(outcome, StepResult) for outcome in outcomes)
+            decided = {(tuple(s.id for s in o.ready), tuple(w.request_id for w in o.waiting)) for o in outcomes}
+            apart += len(decided) > 1
+    assert apart > 0
