@@ -171,7 +171,7 @@ class PrefixIndex:
         entry = self._entry(chain.keys[known - 1], known - 1)
         if entry is None or entry[0].pages[entry[1]] != pages[known - 1]:
             return None
-        return Match(pages[:known], entry[0], entry[1] + 1)
+        return Match(_path(entry[0], entry[1] + 1), entry[0], entry[1] + 1)
 
     def _append(self, chain: KeyChain, pages: Pages, found: Match) -> int:
         """Enters the pages behind the match, up to the first key that names another page already."""
@@ -367,7 +367,8 @@ class PrefixIndex:
             run = stack.pop()
             children = (run.children or {}).values()
             stack.extend(children)
-            if self._runs[run.slot] is not run or not len(run) or any(c.parent is not run or c.start != run.end for c in children):
+            misplaced = any(c.parent is not run or c.start != run.end for c in children)
+            if self._runs[run.slot] is not run or not len(run) or misplaced:
                 raise InvariantError(f"{run} is empty, unregistered, or a child disagrees")
             if len(run.tokens) != len(run) * self.page_bytes or len(run.keys) != len(run):
                 raise InvariantError(f"{run} has tokens, keys and pages of different lengths")
@@ -383,3 +384,13 @@ class PrefixIndex:
         if int(np.count_nonzero(self._run_of >= 0)) != len(reached):
             raise InvariantError("a page knows a run that does not have it")
         self.recency.check()
+
+
+def _path(leaf: Run, used: int) -> Pages:
+    """The pages from the root to entry ``used - 1`` of ``leaf``."""
+    parts = [leaf.pages[:used]]
+    above = leaf.parent
+    while isinstance(above, Run):
+        parts.append(above.pages)
+        above = above.parent
+    return np.frombuffer(b"".join(reversed(parts)), np.int32)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,9 @@ import xxhash
 
 from distkv.keys import KeyChain
 from distkv.runs import Root, Run
+
+_LOOKED_AT = 64
+"""Most entries that are looked at to find a reason: thousands of salts may share a first page."""
 
 
 class Reason(StrEnum):
@@ -46,7 +51,7 @@ class Memory:
 
     def __init__(self, pages: int) -> None:
         self._left: npt.NDArray[np.uint64] = np.zeros(2 * pages, np.uint64)
-        self._first: dict[int, list[Run]] = {}
+        self._first: dict[int, dict[int, Run]] = {}
 
     def evicted(self, keys: list[int]) -> None:
         """These keys left the index."""
@@ -56,13 +61,13 @@ class Memory:
 
     def first_page(self, run: Run, page_bytes: int) -> None:
         """A run that begins a chain was made."""
-        self._first.setdefault(_digest(run, page_bytes), []).append(run)
+        self._first.setdefault(_digest(run, page_bytes), {})[run.slot] = run
 
     def forget_first_page(self, run: Run) -> None:
         """Such a run is about to go; it still has its tokens and pages."""
         digest = _digest(run, len(run.tokens) // len(run))
         runs = self._first[digest]
-        runs.remove(run)
+        del runs[run.slot]
         if not runs:
             del self._first[digest]
 
@@ -71,7 +76,8 @@ class Memory:
         if matched == chain.pages:
             exact = len(chain) == matched * chain.namer.page_size
             return Reason.WHOLE if exact else Reason.PARTIAL_PAGE
-        if matched + 1 == chain.pages and len(chain) == chain.pages * chain.namer.page_size and self._indexed(chain, leaf, used):
+        last = matched + 1 == chain.pages and len(chain) == chain.pages * chain.namer.page_size
+        if last and self._indexed(chain, leaf, used):
             return Reason.WHOLE
         key = chain.keys[matched]
         if int(self._left[key % len(self._left)]) == key:
@@ -82,13 +88,18 @@ class Memory:
 
     def _explain_first(self, chain: KeyChain) -> Reason:
         page_bytes = 4 * chain.namer.page_size
-        for run in self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), ()):
+        other = Reason.NEVER_SEEN
+        for run in islice(self._first_runs(chain, page_bytes), _LOOKED_AT):
             root = run.parent
             assert isinstance(root, Root)
-            if root.identity == chain.root:
+            if root.identity != chain.root:
+                other = Reason.ADAPTER if root.adapter != chain.adapter else Reason.SALT
+            elif run.keys[0] != chain.keys[0]:  # equal if it was stored since the lookup
                 return Reason.MEDIA
-            return Reason.ADAPTER if root.adapter != chain.adapter else Reason.SALT
-        return Reason.NEVER_SEEN
+        return other
+
+    def _first_runs(self, chain: KeyChain, page_bytes: int) -> Iterable[Run]:
+        return self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), {}).values()
 
     def _indexed(self, chain: KeyChain, leaf: Run | None, used: int) -> bool:
         """Whether the page behind the match is indexed too: then only the one token to compute was kept back."""
@@ -96,25 +107,26 @@ class Memory:
         key = chain.keys[position]
         if leaf is None:
             page_bytes = 4 * chain.namer.page_size
-            runs = self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), ())
-            return any(run.keys[0] == key for run in runs)
-        return any(run.keys[at] == key for run, at in self._followers(leaf, used))
+            return any(run.keys[0] == key for run in islice(self._first_runs(chain, page_bytes), _LOOKED_AT))
+        return any(run.keys[at] == key for run, at in islice(self._followers(leaf, used), _LOOKED_AT))
 
     @staticmethod
-    def _followers(leaf: Run | None, used: int) -> list[tuple[Run, int]]:
+    def _followers(leaf: Run | None, used: int) -> Iterable[tuple[Run, int]]:
         """The entries behind the match: (run, offset)."""
         if leaf is None:
-            return []
+            return ()
         if used < len(leaf):
-            return [(leaf, used)]
-        return [(child, 0) for child in (leaf.children or {}).values()]
+            return ((leaf, used),)
+        return ((child, 0) for child in (leaf.children or {}).values())
 
     @staticmethod
-    def _twin(chain: KeyChain, position: int, entries: list[tuple[Run, int]]) -> bool:
-        """Whether an entry has the same token ids at this position (its extras then differ, or it had matched)."""
+    def _twin(chain: KeyChain, position: int, entries: Iterable[tuple[Run, int]]) -> bool:
+        """Whether an entry has the same token ids at this position and another key, so other extras."""
         size = 4 * chain.namer.page_size
         return any(
-            chain.buffer.startswith(run.tokens[at * size : (at + 1) * size], position * size) for run, at in entries
+            run.keys[at] != chain.keys[position]  # equal if it was stored since the lookup
+            and chain.buffer.startswith(run.tokens[at * size : (at + 1) * size], position * size)
+            for run, at in islice(entries, _LOOKED_AT)
         )
 
 
