@@ -1,8 +1,9 @@
 """Paged attention for an unmodified ``transformers`` decoder.
 
 The function :func:`paged_attention` is registered under the name ``distkv`` with ``AttentionInterface``; a batch of
-several requests is one flat sequence, and the object that says which rows belong to whom, :class:`Batch`, travels as an
-ordinary keyword argument of the model's forward. No mask function is registered for the name, so the model builds no mask.
+several requests is one flat sequence, and the object that says which rows belong to whom, :class:`Batch`, travels as
+an ordinary keyword argument of the model's forward. No mask function is registered for the name, so the model builds
+no mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The configuration of the reference engine: the cache's own (:class:`distkv.config.Config`) and three sections more."""
+"""The configuration of the reference engine: the cache's own (:class:`distkv.config.Config`) and three sections."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def _messages(source: str, number: int, line: str) -> tuple[Message, ...]:
 
 def _content(source: str, number: int, where: str, content: Any) -> str:
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
         if not all(isinstance(text, str) for text in texts):
             raise InputFileError(
                 source, number, f'{where}.content has a part that is not {{"type": "text", "text": "..."}}; '
@@ -117,6 +118,6 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> np.ndarray:
         raise ModelError("the model's tokenizer has no chat template, so it cannot take part in a conversation")
     try:
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-    except Exception as error:  # noqa: BLE001  (a template is a program in the model's folder; handed on)
+    except Exception as error:  # a template is a program in the model's folder; handed on
         raise ModelError(f"the chat template of the model's tokenizer refused the conversation: {error}") from error
     return np.asarray(ids["input_ids"] if hasattr(ids, "keys") else ids, dtype=np.int32)

@@ -101,9 +101,9 @@ class Engine:
         scheduler: Scheduler | None = None,
     ) -> None:
         if config.parallel.tp != model.tp_size:
-            raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model was loaded over {model.tp_size} ranks")
+            raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model lies on {model.tp_size} rank(s)")
         if tokenizer is not None and len(tokenizer) > model.vocab_size:
-            raise ModelError(f"the tokenizer has {len(tokenizer)} tokens and the model {model.vocab_size}; do they match?")
+            raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}: not a pair")
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
@@ -171,8 +171,7 @@ class Engine:
         """
         names: list[str] = []
         try:
-            for prompt in prompts:
-                names.append(self.submit(prompt))
+            names.extend(self.submit(prompt) for prompt in prompts)
         except DistKVError:
             for name in names:
                 self.abort(name)
@@ -228,7 +227,7 @@ class Engine:
         self.cache.close()
 
     def _news_of_rank_0(self) -> News:
-        handed = []
+        handed: list[NewRequest] = []
         room = self.config.engine.max_running - len(self._news)
         while self._backlog and room > 0:
             pending = self._pending[self._backlog.popleft()]
@@ -257,12 +256,11 @@ class Engine:
             self._news[new.id] = new
             chain = pending.chain if pending.chain is not None else self._chains.name(new)
             pending.chain = None
-            requests.append(
-                Request(
-                    id=new.id, chain=chain, output_limit=new.output_limit, matched_cap=new.matched_cap,
-                    read=new.read, write=new.write, priority=new.priority,
-                )  # fmt: skip
-            )
+            request = Request(
+                id=new.id, chain=chain, output_limit=new.output_limit, matched_cap=new.matched_cap,
+                read=new.read, write=new.write, priority=new.priority,
+            )  # fmt: skip
+            requests.append(request)
         if news.weights_version is not None or news.reset:
             self._chains.kept.clear()
         message = Message(
@@ -348,14 +346,13 @@ class Engine:
             out = tuple(int(t) for t in running.tokens[pending.prompt_tokens : running.known])
         text = self.tokenizer.decode(list(out), skip_special_tokens=True) if self.tokenizer is not None else None
         timed = pending.ask is not None and pending.first is not None
-        self._ended.append(
-            Completion(
-                id=name, token_ids=out, text=text, prompt_tokens=pending.prompt_tokens,
-                cached_tokens=running.sequence.cached_tokens if running is not None else 0,
-                ttft_s=pending.first - pending.submitted if timed and pending.first is not None else None,
-                steps=running.steps if running is not None else 0, finish_reason=reason, error=error,
-            )  # fmt: skip
-        )
+        completion = Completion(
+            id=name, token_ids=out, text=text, prompt_tokens=pending.prompt_tokens,
+            cached_tokens=running.sequence.cached_tokens if running is not None else 0,
+            ttft_s=pending.first - pending.submitted if timed and pending.first is not None else None,
+            steps=running.steps if running is not None else 0, finish_reason=reason, error=error,
+        )  # fmt: skip
+        self._ended.append(completion)
 
     def _take_ended(self) -> list[Completion]:
         ended, self._ended = self._ended, []

@@ -62,8 +62,10 @@ class GateReport:
         """Raises ``GateFailed`` with the first differences."""
         if self.differences:
             shown = "; ".join(self.differences[:3])
-            raise GateFailed(f"{len(self.differences)} difference(s) between the cached run and the uncached one: {shown}",
-                             self.differences)  # fmt: skip
+            raise GateFailed(
+                f"{len(self.differences)} difference(s) between the cached run and the uncached one: {shown}",
+                self.differences,
+            )
 
 
 def check(

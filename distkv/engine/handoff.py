@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distkv.errors import DistKVError
 
-__all__ = ["Handoff", "News", "NewRequest"]
+__all__ = ["Handoff", "NewRequest", "News"]
 
 _INLINE = 1024
 _HEAD = 16

@@ -35,7 +35,8 @@ class Ranks:
 
 def world_from_environment() -> tuple[int, int]:
     """Rank and number of processes as torchrun or mpirun gave them; ``(0, 1)`` if neither did. Needs no group."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+    names = ("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    for rank, size in names:
         if rank in os.environ and size in os.environ:
             return int(os.environ[rank]), int(os.environ[size])
     return 0, 1

@@ -136,12 +136,13 @@ def _skeleton(settings: Any, dtype: torch.dtype, folder: Path) -> Any:
     from transformers.initialization import no_init_weights
 
     register()
+    auto: Any = AutoModelForCausalLM  # has no types
     try:
         with no_init_weights():
-            module = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            module = auto.from_config(settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except ValueError as error:
         raise ModelError(f"a {settings.model_type} model cannot run with paged attention: {error}") from error
-    if not module._supports_attention_backend:  # noqa: SLF001  (transformers has no public question for it)
+    if not module._supports_attention_backend:  # there is no public question for it
         raise ModelError(f"{type(module).__name__} does not use transformers' attention interface; it cannot be served")
     with contextlib.suppress(OSError):  # a folder need not have one
         module.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)

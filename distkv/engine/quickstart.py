@@ -60,7 +60,7 @@ class Output:
     def line(self, text: str = "") -> None:
         """Prints one line."""
         if self._rank == 0:
-            print(text, flush=True)
+            print(text, flush=True)  # noqa: T201
 
     def phase(self, text: str) -> None:
         """Prints what begins now."""
@@ -83,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(config, conversations, ranks, own_file=given.messages is not None)
     except (ConfigError, InputFileError) as error:
         if rank == 0:
-            print(f"distkv: {error}", file=sys.stderr, flush=True)
+            print(f"distkv: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return 2
     except DistKVError as error:
-        print(f"distkv, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"distkv, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return 1
 
 
@@ -95,8 +95,9 @@ def _quiet(rank: int) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
     logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    from transformers.utils import logging as theirs
+    import transformers
 
+    theirs: Any = transformers.utils.logging  # has no types
     theirs.set_verbosity_error()
     theirs.disable_progress_bar()
 
@@ -161,7 +162,7 @@ def _check_and_report(engine: Engine, turns: list[Turn], out: Output, *, own_fil
     recording = engine.recording
     assert recording is not None
     names = [name for name in recording.requests if name.endswith("/on")]
-    out.phase(f"checking the bits: computing {len(names)} turn(s) again from scratch, without the cache, in the same batches")
+    out.phase(f"checking the bits: {len(names)} turn(s) are computed again, without the cache, in the same batches")
     reached: set[str] = set()
 
     def progress(name: str, done: int, total: int) -> None:
@@ -179,7 +180,7 @@ def _check_and_report(engine: Engine, turns: list[Turn], out: Output, *, own_fil
         return 1
     if not report.cached_tokens:
         page = engine.config.cache.page_size
-        out.line(f"Nothing came from the cache, so the comparison proves nothing: prompts share no full page ({page} tokens).")
+        out.line(f"Nothing came from the cache, so this proves nothing: no prompts share a full page of {page} tokens.")
         return 0 if own_file else 1
     return 0
 
@@ -204,9 +205,10 @@ def _print_report(
     out.line("conversation  turn   tokens   tokens      off       on   answer   bits")
     for turn in turns:
         off, on = turn.off, turn.on
+        same = f"{_yes(turn.same_answer):<6}   {_yes(on.id not in differing)}"
         out.line(
             f"{_short(turn.conversation, 12):<12}  {turn.number:>4}  {on.prompt_tokens:>7}  {on.cached_tokens:>7}  "
-            f"{off.ttft_s or 0:>7.2f}  {on.ttft_s or 0:>7.2f}   {_yes(turn.same_answer):<6}   {_yes(on.id not in differing)}"
+            f"{off.ttft_s or 0:>7.2f}  {on.ttft_s or 0:>7.2f}   {same}"
         )
     prompt, cached = (sum(getattr(t.on, f) for t in turns) for f in ("prompt_tokens", "cached_tokens"))
     out.line()

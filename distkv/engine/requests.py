@@ -58,7 +58,9 @@ class Completion:
     """Why it was refused."""
 
 
-def check_prompt(request_id: str, tokens: Sequence[int] | np.ndarray, limit: int, vocab: int, context: int) -> np.ndarray:
+def check_prompt(
+    request_id: str, tokens: Sequence[int] | np.ndarray, limit: int, vocab: int, context: int
+) -> np.ndarray:
     """The prompt as int32 ``[n]``. Raises ``PromptError``: empty, ids outside the vocabulary, beyond the context."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or not len(ids):
