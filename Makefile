@@ -3,11 +3,13 @@
 #   PYTHON    the Python (>= 3.11) that makes .venv          default: python3
 #   CONFIG    the configuration file of `make run`           default: configs/quickstart.yaml
 #   MESSAGES  a file of your own messages for `make run`     default: those that come with the package
+#   SOAK_SECONDS  how long `make soak` runs its schedules    default: 600
 
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
 MESSAGES ?=
-export CONFIG MESSAGES
+SOAK_SECONDS ?= 600
+export CONFIG MESSAGES SOAK_SECONDS
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -34,8 +36,9 @@ run: $(VENV)/.has-engine ## answer the example messages on 3 ranks, with the cac
 test: $(VENV)/.has-tests lint types ## lint, types and all tests
 	@$(BIN)/python -m pytest tests multigpu_tests
 
-soak: $(VENV)/.has-tests ## the tests that run for minutes
-	@$(BIN)/python -m pytest tests multigpu_tests -m soak
+soak: $(VENV)/.has-tests ## random schedules on simulated groups for SOAK_SECONDS, then the tests that run for minutes
+	@$(BIN)/python -m distkv.testing.simulate --seconds "$$SOAK_SECONDS"
+	@$(BIN)/python -m pytest tests multigpu_tests -m soak || [ $$? -eq 5 ]  # 5: there are none
 
 lint: $(VENV)/.has-tests ## ruff
 	@$(BIN)/python -m ruff check .
