@@ -168,6 +168,8 @@ class OneRank(RuleBasedStateMachine):
             self.model_end(result)
         else:
             self.rows = None
+            self.naive.held.clear()
+            self.gone.clear()
             self.queue = [r for r in self.queue if r.id in self.cache.waiting_ids]
         for sequence in result.ready:
             self.kv.expect(sequence)
