@@ -1,8 +1,7 @@
-"""Process groups for programs of our own, started by torchrun or mpirun. An embedding engine brings its own instead."""
+"""Process groups for programs of our own, started by torchrun. An embedding engine brings its own instead."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,10 @@ import torch.distributed as dist
 
 from distkv.errors import ConfigError
 from distkv.group import Group
+from distkv.layout import Layout
 from distkv.torch_group import TorchGroup
 
-__all__ = ["Ranks", "launched", "make_groups", "world_from_environment"]
+__all__ = ["Ranks", "launched", "make_groups"]
 
 # Rank 0 may be busy between two messages (it reads a model, it waits for a user); what watches for dead
 # ranks is the cache's own deadline, and the launcher, which ends all processes when one ends.
@@ -31,15 +31,6 @@ class Ranks:
     """For the engine: sums in the model, and the hand-off."""
     cache_group: Group | None
     """For the cache's collective: its own group, so that the two never wait for each other."""
-
-
-def world_from_environment() -> tuple[int, int]:
-    """Rank and number of processes as torchrun or mpirun gave them; ``(0, 1)`` if neither did. Needs no group."""
-    names = ("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    for rank, size in names:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def make_groups(tp: int, timeout_s: float) -> tuple[dist.ProcessGroup, Group]:
@@ -59,13 +50,13 @@ def make_groups(tp: int, timeout_s: float) -> tuple[dist.ProcessGroup, Group]:
 
 
 @contextmanager
-def launched(tp: int, timeout_s: float) -> Iterator[Ranks]:
-    """Joins the processes that torchrun or mpirun started and leaves them again.
+def launched(layout: Layout, tp: int, timeout_s: float) -> Iterator[Ranks]:
+    """Joins the processes that torchrun started and leaves them again.
 
     Raises ConfigError if their number is not ``tp``. A process group that somebody else has initialised is used and
     neither reconfigured nor destroyed.
     """
-    rank, size = world_from_environment()
+    rank, size = layout.rank, layout.world_size
     if size != tp:
         raise ConfigError("parallel.tp", f"is {tp}, but {size} process(es) were started; start {tp} (torchrun "
                                          f"--nproc-per-node {tp}), or set parallel.tp to {size}")  # fmt: skip
@@ -73,6 +64,8 @@ def launched(tp: int, timeout_s: float) -> Iterator[Ranks]:
         yield Ranks(0, 1, None, None)
         return
     ours = not dist.is_initialized()
+    if ours and layout.source == "mpirun":
+        raise ConfigError("", "the ranks were started by mpirun, under which this program has no way to meet: use torchrun")
     if ours:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_LONG)
     try:

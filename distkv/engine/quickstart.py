@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from distkv.config import load
@@ -24,11 +23,12 @@ from distkv.engine import gate
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, Message, built_in, chat_tokens, read_conversations
 from distkv.engine.engine import Engine
-from distkv.engine.launch import Ranks, launched, world_from_environment
+from distkv.engine.launch import Ranks, launched
 from distkv.engine.model import load_model, load_tokenizer
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
 from distkv.errors import ConfigError, DistKVError, InputFileError
+from distkv.layout import Layout
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ class Output:
     def line(self, text: str = "") -> None:
         """Prints one line."""
         if self._rank == 0:
-            print(text, flush=True)  # noqa: T201
+            print(text, flush=True)
 
     def phase(self, text: str) -> None:
         """Prints what begins now."""
@@ -73,20 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="configuration file (YAML)")
     parser.add_argument("--messages", metavar="FILE", help="JSON Lines: {\"messages\": [...]} on each line")
     given = parser.parse_args(arguments)
-    rank, _ = world_from_environment()
-    _quiet(rank)
+    rank = 0
     try:
+        layout = Layout.from_environment()
+        rank = layout.rank
+        _quiet(rank)
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
         conversations = read_conversations(given.messages) if given.messages else built_in()
-        with launched(config.parallel.tp, config.group.timeout_s) as ranks:
+        with launched(layout, config.parallel.tp, config.group.timeout_s) as ranks:
             return _run(config, conversations, ranks, own_file=given.messages is not None)
     except (ConfigError, InputFileError) as error:
         if rank == 0:
-            print(f"distkv: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"distkv: {error}", file=sys.stderr, flush=True)
         return 2
     except DistKVError as error:
-        print(f"distkv, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"distkv, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
 
 
@@ -234,6 +236,4 @@ def _yes(value: bool) -> str:
 
 
 if __name__ == "__main__":
-    if world_from_environment()[1] > 1:
-        torch.set_num_threads(1)  # ranks that share cores only wait for each other with more
     sys.exit(main())
