@@ -40,7 +40,7 @@ class Conversation:
 
 
 def built_in() -> list[Conversation]:
-    """One conversation of several turns about a document that comes with the package: sections 1 to 6 of the Apache License 2.0."""
+    """One conversation of several turns about a document in the package: sections 1 to 6 of the Apache License 2.0."""
     document = (files("distkv.engine") / "data" / "document.txt").read_text(encoding="utf-8")
     questions = (files("distkv.engine") / "data" / "questions.txt").read_text(encoding="utf-8")
     system = f"You answer questions about the following document, briefly and in its own words.\n\n{document.strip()}"

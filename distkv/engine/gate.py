@@ -89,12 +89,6 @@ def compare(recording: Recording, recomputed: dict[str, Recomputed], *, rank: in
     for name, new in recomputed.items():
         old, before = recording.requests[name], len(differences)
         where = f"request {name!r}, rank {rank}"
-        if old.logits.keys() != new.logits.keys():
-            differences.append(f"{where}: logits were taken at other positions")
-        differences += [
-            f"{where}: the logits at position {position} differ"
-            for position, value in sorted(old.logits.items()) if new.logits.get(position, value) != value
-        ]  # fmt: skip
         assert old.pages is not None
         if old.pages.shape != new.pages.shape:
             differences.append(f"{where}: {len(old.pages)} pages against {len(new.pages)}")
@@ -102,6 +96,13 @@ def compare(recording: Recording, recomputed: dict[str, Recomputed], *, rank: in
             for page, layer, plane in np.argwhere(old.pages != new.pages).tolist():
                 kind = "cached" if page < len(old.origin) else "own"
                 differences.append(f"{where}: page {page} ({kind}), layer {layer}, {('keys', 'values')[plane]} differ")
+        # after the pages, which are what logits differ by
+        if old.logits.keys() != new.logits.keys():
+            differences.append(f"{where}: logits were taken at other positions")
+        differences += [
+            f"{where}: the logits at position {position} differ"
+            for position, value in sorted(old.logits.items()) if new.logits.get(position, value) != value
+        ]  # fmt: skip
         if len(differences) > before:
             differing.add(name)
         rows, pages, cached = rows + len(old.logits), pages + len(old.pages), cached + old.cached_tokens

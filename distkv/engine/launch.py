@@ -65,7 +65,7 @@ def launched(layout: Layout, tp: int, timeout_s: float) -> Iterator[Ranks]:
         return
     ours = not dist.is_initialized()
     if ours and layout.source == "mpirun":
-        raise ConfigError("", "the ranks were started by mpirun, under which this program has no way to meet: use torchrun")
+        raise ConfigError("", "under mpirun this program has no way to join the ranks: start them with torchrun")
     if ours:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_LONG)
     try:

@@ -1,0 +1,203 @@
+"""The gate: cached and uncached bits are the same under the same schedule, and it fails when a byte is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distkv.engine import gate
+from distkv.engine.engine import Engine
+from distkv.engine.requests import Completion, Prompt
+from distkv.engine.schedule import Replay
+from distkv.errors import GateFailed
+from distkv.testing.processes import run_ranks
+from tests.engine import tiny
+
+Folders = Callable[[str, int], Path]
+GENEROUS = 240.0
+TURNS = [tiny.tokens(70, 1), tiny.tokens(21, 2), tiny.tokens(9, 3)]
+
+
+def recording_of(engine: Engine) -> gate.Recording:
+    assert engine.recording is not None
+    return engine.recording
+
+
+def checked(engine: Engine, **how: bool) -> gate.GateReport:
+    return gate.check(engine.model, recording_of(engine), **how)
+
+
+def mixed_run(engine: Engine) -> None:
+    """Conversations, requests that share a prefix in one batch with strangers, and generated text that is read back."""
+    tiny.conversation(engine, "a", TURNS)
+    shared = tiny.tokens(50, 9)
+    engine.generate([Prompt(tokens=np.concatenate([shared, tiny.tokens(5, 10)])), Prompt(tokens=tiny.tokens(40, 11))])
+    engine.generate([
+        Prompt(tokens=np.concatenate([shared, tiny.tokens(n, n)]), output_limit=n % 7 + 1) for n in (3, 18, 33)
+    ])  # fmt: skip
+    tiny.conversation(engine, "b", [shared, tiny.tokens(30, 12)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "kv_heads"), [("llama", 12), ("qwen3", 4)])
+def test_cached_bits_are_those_of_an_uncached_run(folders: Folders, kind: str, kv_heads: int, dtype: str) -> None:
+    engine = tiny.engine(tiny.config(folders(kind, kv_heads), dtype=dtype))
+    mixed_run(engine)
+    for continued in (False, True):
+        report = checked(engine, continued=continued)
+        assert report.differences == ()
+        assert report.cached_tokens >= 4 * tiny.PAGE
+        assert report.rows > 20
+        assert report.requests == len(recording_of(engine).requests)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_uncached_engine_that_replays_the_schedule_gives_the_same_bits(folders: Folders, kind: str) -> None:
+    settings = tiny.config(folders(kind, 12))
+    cached = tiny.engine(settings)
+    first, mate = tiny.tokens(60, 1), tiny.tokens(40, 2)
+    cached.generate([Prompt(tokens=first, id="first"), Prompt(tokens=mate, id="mate")])
+    second = np.concatenate([first, tiny.tokens(13, 3)])
+    others = [Prompt(tokens=second, id="second"), Prompt(tokens=tiny.tokens(20, 4), id="late")]
+    done = cached.generate(others)
+    assert done[0].cached_tokens == 48
+
+    replay = Replay(gate.uncached_schedule(recording_of(cached), ["second"]))
+    uncached = tiny.engine(settings, scheduler=replay)
+    prompts = [Prompt(tokens=mate, id="mate", read=False, write=False)]
+    prompts += [Prompt(tokens=p.tokens, id=p.id, read=False, write=False) for p in others]
+    for prompt in prompts:
+        uncached.submit(prompt)
+    again: dict[str, Completion] = {}
+    while "second" not in again:  # "mate" only filled batches; it need not end
+        again |= {c.id: c for c in uncached.step()}
+    assert replay.left <= 1  # "late" may have gone on for longer
+    assert again["second"].cached_tokens == 0
+    assert again["second"].token_ids == done[0].token_ids
+    old, new = recording_of(cached).requests["second"], recording_of(uncached).requests["second"]
+    assert new.pages is not None
+    recomputed = {"second": gate.Recomputed({p: new.logits[p] for p in old.logits}, new.pages)}
+    assert gate.compare(recording_of(cached), recomputed).differences == ()
+
+
+def warm(folders: Folders) -> tuple[Engine, np.ndarray]:
+    """An engine after one request, and its prompt of four full pages and a rest."""
+    engine = tiny.engine(tiny.config(folders("llama", 4)))
+    prompt = tiny.tokens(70, 1)
+    engine.generate([Prompt(tokens=prompt, id="first")])
+    return engine, prompt
+
+
+def pages_of(engine: Engine, prompt: np.ndarray) -> list[int]:
+    """The pages that a request with this prompt is given from the cache."""
+    engine.submit(Prompt(tokens=prompt, id="probe", output_limit=1))
+    engine.step()
+    pages = engine.cache.running["probe"].page_indices.tolist() if "probe" in engine.cache.running else []
+    engine.abort("probe")
+    engine.step()
+    assert recording_of(engine).requests.pop("probe").cached_tokens == 64
+    return [int(p) for p in pages[:4]]
+
+
+def test_one_nudged_element_of_one_cached_page_is_found_and_named(folders: Folders) -> None:
+    engine, prompt = warm(folders)
+    page = pages_of(engine, np.concatenate([prompt, tiny.tokens(40, 5)]))[2]
+    engine.pool.data[1, 0, page, 5, 2, 3] += 1e-6
+    engine.generate([Prompt(tokens=np.concatenate([prompt, tiny.tokens(8, 2)]), id="second")])
+    report = checked(engine)
+    assert "request 'second', rank 0: page 2 (cached), layer 1, keys differ" in report.differences
+    assert not any("'first'" in d or "page 1 " in d or "page 3 " in d for d in report.differences)
+    assert report.differing == {"second"}
+    with pytest.raises(GateFailed, match="page 2") as caught:
+        report.raise_if_failed()
+    assert caught.value.differences == report.differences
+
+
+def test_two_swapped_cached_pages_are_found_and_named(folders: Folders) -> None:
+    engine, prompt = warm(folders)
+    a, b = pages_of(engine, np.concatenate([prompt, tiny.tokens(40, 5)]))[1:3]
+    engine.pool.data[:, :, [a, b]] = engine.pool.data[:, :, [b, a]]
+    engine.generate([Prompt(tokens=np.concatenate([prompt, tiny.tokens(8, 2)]), id="second")])
+    named = {(page, layer) for page in (1, 2) for layer in (0, 1)}
+    found = checked(engine).differences
+    assert all(any(f"page {page} (cached), layer {layer}" in d for d in found) for page, layer in named)
+
+
+def test_a_page_of_another_prefix_is_found_and_named(folders: Folders) -> None:
+    engine, prompt = warm(folders)
+    page = pages_of(engine, np.concatenate([prompt, tiny.tokens(40, 5)]))[3]
+    other = tiny.tokens(70, 77)
+    engine.generate([Prompt(tokens=other, id="other")])
+    foreign = pages_of(engine, np.concatenate([other, tiny.tokens(40, 6)]))[3]
+    engine.pool.data[:, :, page] = engine.pool.data[:, :, foreign]
+    engine.generate([Prompt(tokens=np.concatenate([prompt, tiny.tokens(8, 2)]), id="second")])
+    found = checked(engine).differences
+    assert any("request 'second'" in d and "page 3 (cached), layer 0" in d for d in found)
+
+
+def test_a_page_table_with_another_requests_page_is_refused(folders: Folders) -> None:
+    engine, prompt = warm(folders)
+    engine.generate([Prompt(tokens=tiny.tokens(70, 77), id="other")])
+    engine.generate([Prompt(tokens=np.concatenate([prompt, tiny.tokens(8, 2)]), id="second")])
+    requests = recording_of(engine).requests
+    requests["second"].origin = (*requests["second"].origin[:3], ((0, 0),))
+    with pytest.raises(GateFailed, match=r"request 'second'.*page 3 .*not computed for"):
+        checked(engine)
+
+
+def test_nothing_cached_is_an_error_and_not_a_success(folders: Folders) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4)))
+    engine.generate([Prompt(tokens=tiny.tokens(70, 1))])
+    with pytest.raises(GateFailed, match="nothing to compare"):
+        checked(engine)
+
+
+def test_the_schedule_is_the_reason_another_one_gives_other_bits(folders: Folders) -> None:
+    """What the gate is for: the same request in other chunks differs in its last bits."""
+    bits = []
+    for chunk in (16, 4):
+        engine = tiny.engine(tiny.config(folders("llama", 12), chunk_tokens=chunk))
+        engine.generate([Prompt(tokens=tiny.tokens(75, 1), id="r")])
+        bits.append(recording_of(engine).requests["r"].pages)
+    assert bits[0] is not None
+    assert bits[1] is not None
+    assert not np.array_equal(bits[0], bits[1])
+
+
+# ---- real ranks
+
+
+def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -> tuple[gate.GateReport, list[int]]:
+    torch.set_num_threads(1)
+    engine = tiny.engine(tiny.config(folder, tp=world_size))
+    if rank == 0:
+        mixed_run(engine)
+    if rank == 0:
+        engine.shutdown()
+    else:
+        engine.follow()
+    if nudge_on == rank:
+        request = recording_of(engine).requests["a1"]
+        assert request.pages is not None
+        request.pages[1, 0, 1] ^= 1
+    report = checked(engine)
+    return report, [hash for r in recording_of(engine).requests.values() for hash in r.logits.values()]
+
+
+@pytest.mark.parametrize(("kind", "kv_heads", "tp"), [("llama", 12, 2), ("qwen3", 4, 4)])
+def test_the_gate_over_real_ranks(folders: Folders, kind: str, kv_heads: int, tp: int) -> None:
+    results = run_ranks(ranks_case, tp, (folders(kind, kv_heads), None), timeout_s=GENEROUS)
+    for report, logits in results:
+        assert report.differences == ()
+        assert report.cached_tokens >= 4 * tiny.PAGE
+        assert logits == results[0][1], "ranks must have the same logits, bit for bit"
+
+
+def test_a_difference_on_one_rank_names_the_rank(folders: Folders) -> None:
+    results = run_ranks(ranks_case, 2, (folders("llama", 4), 1), timeout_s=GENEROUS)
+    assert results[0][0].differences == ()
+    assert results[1][0].differences == ("request 'a1', rank 1: page 1 (cached), layer 0, values differ",)
