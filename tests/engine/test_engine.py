@@ -1,0 +1,205 @@
+"""The engine on one rank: answers, what is refused, aborted and waited for, and that cached pages stall nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distkv.engine.engine import Engine
+from distkv.engine.requests import Prompt
+from distkv.errors import DuplicateRequest, ModelError, PromptError, RequestTooLarge
+from distkv.testing.processes import run_ranks
+from tests.engine import tiny
+
+Folders = Callable[[str, int], Path]
+
+
+@pytest.fixture
+def engine(folders: Folders) -> Engine:
+    return tiny.engine(tiny.config(folders("llama", 4)))
+
+
+def test_an_answer_stops_at_its_limit_and_says_what_it_cost(engine: Engine) -> None:
+    seen: list[int] = []
+    first = engine.generate([Prompt(tokens=tiny.tokens(40, 1), output_limit=5, on_token=seen.append)])[0]
+    assert (first.prompt_tokens, first.cached_tokens, first.finish_reason) == (40, 0, "length")
+    assert len(first.token_ids) == 5
+    assert seen == list(first.token_ids)
+    assert first.steps == 3 + 4  # three pieces of the prompt, the last with the first token; four more tokens
+    assert first.ttft_s is not None
+    assert first.ttft_s > 0
+    again = engine.generate([Prompt(tokens=tiny.tokens(40, 1), output_limit=5)])[0]
+    assert again.cached_tokens == 32
+    assert again.token_ids == first.token_ids
+    engine.cache.check()
+
+
+def test_a_stop_token_ends_an_answer(engine: Engine) -> None:
+    free = engine.generate([Prompt(tokens=tiny.tokens(40, 1), output_limit=5)])[0]
+    engine.model.stop_ids = frozenset({free.token_ids[2]})
+    stopped = engine.generate([Prompt(tokens=tiny.tokens(40, 1), output_limit=5)])[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: stopped.token_ids.index(free.token_ids[2]) + 1]
+
+
+def test_cache_off_gives_the_same_tokens_and_uses_no_page_again(folders: Folders) -> None:
+    runs = []
+    for mode in ("on", "off"):
+        engine = tiny.engine(tiny.config(folders("llama", 4), cache=mode))
+        names = tiny.conversation(engine, "c", [tiny.tokens(50, 1), tiny.tokens(20, 2)])
+        recording = engine.recording
+        assert recording is not None
+        runs.append([recording.requests[name] for name in names])
+    on, off = runs
+    assert [r.cached_tokens for r in off] == [0, 0]
+    assert on[1].cached_tokens == 48
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(on, off, strict=True))
+
+
+def test_32_requests_over_one_prefix_of_59_pages_in_a_pool_of_96_all_finish(folders: Folders) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4), pages=96))
+    shared = tiny.tokens(59 * tiny.PAGE, 1)
+    asked = [np.concatenate([shared, tiny.tokens(7 + i % 5, 100 + i)]) for i in range(32)]
+    done = engine.generate([Prompt(tokens=tokens, output_limit=4) for tokens in asked])
+    assert all(c.finish_reason == "length" for c in done)
+    assert sum(c.cached_tokens for c in done) == 31 * 59 * tiny.PAGE
+    stats = engine.cache.stats()
+    assert stats.pages_live == 0
+
+
+def test_what_does_not_fit_now_waits_and_what_never_fits_is_refused(folders: Folders) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4), pages=8))
+    prompts = [Prompt(tokens=tiny.tokens(70, i)) for i in range(3)]
+    prompts.insert(1, Prompt(tokens=tiny.tokens(140, 9), id="large"))
+    done = engine.generate(prompts)
+    assert [c.finish_reason for c in done] == ["length", "refused", "length", "length"]
+    assert isinstance(done[1].error, RequestTooLarge)
+    assert (done[1].error.pages_needed, done[1].error.pages_possible) == (10, 8)
+    assert not engine.busy
+
+
+def test_aborts_in_the_queue_while_waiting_and_while_running(folders: Folders) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4), pages=8, max_running=2))
+    for i, name in enumerate(["running", "waiting", "queued", "last"]):
+        engine.submit(Prompt(tokens=tiny.tokens(70, i), id=name))
+    engine.step()
+    assert set(engine.cache.running) == {"running"}
+    assert engine.cache.waiting_ids == ("waiting",)
+    assert [engine.abort(name) for name in ("running", "waiting", "queued", "unknown")] == [True, True, True, False]
+    ended = {}
+    while engine.busy:
+        ended |= {c.id: c.finish_reason for c in engine.step()}
+    assert ended == {"running": "aborted", "waiting": "aborted", "queued": "aborted", "last": "length"}
+    assert engine.cache.stats().pages_live == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tokens": []}, "empty"),
+        ({"tokens": [5, tiny.VOCAB]}, f"token id {tiny.VOCAB} is outside the model's vocabulary of {tiny.VOCAB}"),
+        ({"tokens": [5, -1]}, "token id -1 is outside"),
+        ({"tokens": [0.5]}, "whole numbers"),
+        ({"tokens": [5], "output_limit": 0}, "output_limit must be at least 1"),
+        ({"tokens": [5] * 2046, "output_limit": 6}, "4 more than the model's context of 2048"),
+    ],
+)
+def test_a_prompt_that_cannot_be_run_is_refused_at_once(engine: Engine, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(PromptError, match=words):
+        engine.generate([Prompt(tokens=[5, 6]), Prompt(**given)])
+    assert not engine.busy, "nothing of a wrong list is submitted"
+    assert engine.generate([Prompt(tokens=[5, 6])])[0].finish_reason == "length"
+
+
+def test_an_id_in_use_is_refused(engine: Engine) -> None:
+    engine.submit(Prompt(tokens=[5], id="a"))
+    with pytest.raises(DuplicateRequest):
+        engine.submit(Prompt(tokens=[5], id="a"))
+
+
+def test_another_salt_and_other_weights_share_nothing(engine: Engine) -> None:
+    prompt = tiny.tokens(40, 1)
+    cached = [engine.generate([Prompt(tokens=prompt, salt=salt)])[0].cached_tokens for salt in ("x", "x", "y")]
+    assert cached == [0, 32, 0]
+    engine.bump("2")
+    assert engine.generate([Prompt(tokens=prompt, salt="x")])[0].cached_tokens == 0
+    assert engine.generate([Prompt(tokens=prompt, salt="x")])[0].cached_tokens == 32
+
+
+def test_a_failed_ballot_costs_one_step_and_no_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.submit(Prompt(tokens=tiny.tokens(40, 1)))
+    engine.step()
+    match = engine.cache._books.match
+
+    def fail_once(*given: Any) -> Any:
+        monkeypatch.setattr(engine.cache._books, "match", match)
+        raise RuntimeError("a lookup that fails")
+
+    engine.submit(Prompt(tokens=tiny.tokens(30, 2), id="second", read=False))
+    monkeypatch.setattr(engine.cache._books, "match", fail_once)
+    with caplog.at_level(logging.WARNING):
+        done = []
+        while engine.busy:
+            done += engine.step()
+    assert "going on" in caplog.text
+    assert [c.finish_reason for c in done] == ["length", "length"]
+
+
+def test_a_turn_hashes_its_new_tokens_alone(engine: Engine) -> None:
+    tiny.conversation(engine, "c", [tiny.tokens(600, 1)])
+    before = engine._chains.kept["c", None, None]
+    hashed = []
+    original = before.namer.hash64
+
+    def counting(data: Any, seed: int) -> int:
+        hashed.append(len(data))
+        return original(data, seed)
+
+    before.namer.hash64 = counting
+    turn = np.concatenate([before.tokens, tiny.tokens(20, 2)])
+    engine.generate([Prompt(tokens=turn, conversation="c", output_limit=1)])
+    assert 1 <= len(hashed) <= 3
+
+
+def test_tokens_and_model_must_fit(folders: Folders) -> None:
+    with pytest.raises(ModelError, match="not a pair"):
+        tiny.engine(tiny.config(folders("llama", 4)), tokenizer=range(tiny.VOCAB + 1))
+    with pytest.raises(ModelError, match=r"parallel.tp is 2, but the model lies on 1 rank"):
+        tiny.engine(tiny.config(folders("llama", 4), tp=2))
+
+
+# ---- real ranks
+
+
+def ranks_case(rank: int, world_size: int, folder: Path) -> tuple[list[tuple[int, ...]], list[int]]:
+    engine = tiny.engine(tiny.config(folder, tp=world_size, pages=40))
+    out = []
+    if rank == 0:
+        prompts = [Prompt(tokens=tiny.tokens(20 + i, i % 3)) for i in range(6)]
+        prompts.append(Prompt(tokens=tiny.tokens(700, 1)))  # its ids do not fit into the message of fixed size
+        prompts += [Prompt(tokens=tiny.tokens(500, 2), id="long"), Prompt(tokens=tiny.tokens(500, 3), id="gone")]
+        for prompt in prompts:
+            engine.submit(prompt)
+        out += [c.token_ids for c in engine.step()]
+        engine.abort("gone")
+        while engine.busy:
+            out += [c.token_ids for c in engine.step()]
+        engine.shutdown()
+    else:
+        engine.follow()
+    stats = engine.cache.stats()
+    return out, [stats.steps, stats.cached_tokens, stats.prompt_tokens, stats.refused, stats.pages_live]
+
+
+def test_ranks_that_follow_do_what_rank_0_does(folders: Folders) -> None:
+    results = run_ranks(ranks_case, 2, (folders("llama", 4),), timeout_s=240.0)
+    assert len(results[0][0]) == 9
+    assert results[0][1] == results[1][1]
+    assert results[0][1][4] == 0

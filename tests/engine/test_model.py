@@ -1,0 +1,131 @@
+"""Models: the bits of transformers' own attention, slices that add up, and an error for what cannot be served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distkv.engine.attention import Batch
+from distkv.engine.config import ModelConfig
+from distkv.engine.model import Model, load_model, load_tokenizer
+from distkv.errors import ModelError
+from distkv.testing.processes import run_ranks
+from tests.engine import tiny
+
+Folders = Callable[[str, int], Path]
+N = 75
+
+
+def single_pass(model: Model, pages: np.ndarray) -> torch.Tensor:
+    """Logits of every position of one prompt that lies on ``pages``."""
+    at = np.arange(N)
+    slots = pages[at // tiny.PAGE] * tiny.PAGE + at % tiny.PAGE
+    batch = Batch.build(model.pool(16, tiny.PAGE), [(tiny.tokens(N, 1), 0, slots, pages)], model.dtype)
+    return model.forward(batch, list(range(N)))
+
+
+def stock(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.from_numpy(tiny.tokens(N, 1)).long()[None], use_cache=False).logits
+    return logits[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_one_pass_has_the_bits_of_transformers_own_attention(folders: Folders, kind: str, dtype: str) -> None:
+    folder = folders(kind, 4)
+    model = load_model(ModelConfig(source=str(folder), dtype=dtype))
+    scattered = np.array([7, 2, 11, 3, 0])
+    assert torch.equal(single_pass(model, scattered), stock(folder, model.dtype))
+
+
+def slices_case(rank: int, world_size: int, folder: Path) -> tuple[torch.Tensor, tuple[int, ...], int]:
+    import torch.distributed as dist
+
+    model = load_model(ModelConfig(source=str(folder)), dist.group.WORLD)
+    kept = sum(p.numel() for p in model.module.parameters())
+    return single_pass(model, np.arange(5)), tuple(model.pool(3, tiny.PAGE).data.shape), kept
+
+
+def test_slices_of_a_model_add_up_and_a_rank_keeps_no_more(folders: Folders) -> None:
+    folder = folders("qwen3", 4)
+    results = run_ranks(slices_case, 2, (folder,), timeout_s=240.0)
+    assert torch.equal(results[0][0], results[1][0]), "every rank has the same bits"
+    torch.testing.assert_close(results[0][0], stock(folder, torch.float32), atol=1e-4, rtol=1e-4)
+    assert results[0][1] == (2, 2, 3, tiny.PAGE, 2, 8)
+    split = 2 * (2 * 96 * 96 + 2 * 32 * 96 + 3 * 192 * 96)
+    whole = sum(p.numel() for p in load_model(ModelConfig(source=str(folder))).module.parameters())
+    assert results[0][2] == whole - split // 2
+
+
+def degree_case(rank: int, world_size: int, folder: Path) -> str:
+    import torch.distributed as dist
+
+    with pytest.raises(ModelError) as caught:
+        load_model(ModelConfig(source=str(folder)), dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_degree_that_does_not_divide_names_those_that_do(folders: Folders) -> None:
+    for message in run_ranks(degree_case, 3, (folders("qwen3", 4),), timeout_s=240.0):
+        assert message == (
+            "parallel.tp 3 does not divide this model (12 heads, 4 KV heads, MLP width 192); allowed: 1, 2, 4"
+        )
+
+
+def edited(folder: Path, to: Path, **changes: Any) -> Path:
+    shutil.copytree(folder, to)
+    settings = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**settings, **changes}))
+    return to
+
+
+def test_what_is_no_model_is_named(folders: Folders, tmp_path: Path) -> None:
+    folder = folders("llama", 4)
+
+    def error(source: Path | str) -> str:
+        with pytest.raises(ModelError) as caught:
+            load_model(ModelConfig(source=str(source)))
+        return str(caught.value)
+
+    assert "neither 'smollm2', nor a folder, nor a .gguf file" in error(tmp_path / "nowhere")
+    assert "there is no file" in error(tmp_path / "nowhere.gguf")
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in error(tmp_path / "empty")
+    shutil.copy(folder / "config.json", tmp_path / "empty")
+    assert "has no .safetensors file" in error(tmp_path / "empty")
+    assert "cannot be used" in error(edited(folder, tmp_path / "unknown", model_type="no_such_model"))
+    assert "missing" in error(edited(folder, tmp_path / "deeper", num_hidden_layers=3))
+    assert "but config.json asks for" in error(edited(folder, tmp_path / "wider", intermediate_size=384))
+
+
+def test_attention_that_is_not_plain_is_refused(folders: Folders, tmp_path: Path) -> None:
+    folder = edited(
+        folders("qwen3", 4), tmp_path / "sliding", use_sliding_window=True, sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention"],
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="sliding_window"):
+        single_pass(load_model(ModelConfig(source=str(folder))), np.arange(5))
+
+
+def test_a_model_without_the_attention_interface_is_refused(tmp_path: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"(?i)bloom"):
+        load_model(ModelConfig(source=str(tmp_path)))
+
+
+def test_a_folder_without_a_tokenizer_is_named(folders: Folders) -> None:
+    with pytest.raises(ModelError, match="no tokenizer that can be read"):
+        load_tokenizer(ModelConfig(source=str(folders("llama", 4))))
