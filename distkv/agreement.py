@@ -119,7 +119,7 @@ class Agreement:
         try:
             self._apply(message)
             return self._fill() if due else None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # Handed on: the vote tells the other ranks, and end() raises it here as the cause of PeerFailed.
             self._fault = self._fault or error
             if not due:
@@ -224,6 +224,7 @@ class Agreement:
         )
         books.promise(pending.total - len(pages))
         books.used(pages)
+        books.index.collisions += row.match.collided
         sequence = Sequence(books, pending.request, pending.chain, pages, pending.total, record, self._ended)
         self.running[sequence.id] = sequence
         self.counters.requests += 1
@@ -239,7 +240,8 @@ class Agreement:
         if void:
             return Reason.OLD_WEIGHTS
         cap = pending.request.matched_cap
-        if agreed < len(match) or (cap is not None and agreed == cap < (len(pending.chain) - 1) // self.books.page_size):
+        whole = (len(pending.chain) - 1) // self.books.page_size
+        if agreed < len(match) or (cap is not None and agreed == cap < whole):
             return Reason.GROUP_MINIMUM
         return self.books.index.memory.explain(pending.chain, len(match), match.leaf, match.used)
 

@@ -69,8 +69,8 @@ def _one(value: object) -> bytes:
 
 
 def _array(array: np.ndarray) -> bytes:
-    if array.dtype.hasobject:
-        raise KeyNamingError("an array of Python objects has no canonical encoding; give it a numeric dtype")
+    if array.dtype.hasobject or array.dtype.kind == "V":  # a structured dtype's string does not name its fields
+        raise KeyNamingError(f"an array of {array.dtype} has no canonical encoding; give it a numeric dtype")
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return _frame(b"A", encode(little.dtype.str, [int(n) for n in array.shape], little.tobytes()))
 

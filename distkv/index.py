@@ -6,7 +6,7 @@ A dictionary nominates a page for a key; tokens, extras and parent links then de
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ class Match:
     """The run of the last page."""
     used: int = 0
     """How many entries of ``leaf`` belong to the match."""
+    collided: bool = False
+    """Whether a key named a page with other content on the way."""
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -68,11 +70,7 @@ class PrefixIndex:
         n = self._nominated(chain.keys, min(limit, chain.pages))
         if not n:
             return Match()
-        found = self._verified(chain, n)
-        if found is None:
-            self.collisions += 1
-            found = self._walked(chain, n)
-        return found
+        return self._verified(chain, n) or replace(self._walked(chain, n), collided=True)
 
     def _nominated(self, keys: list[int], n: int) -> int:
         """How many leading keys are in the dictionary, by bisection: entries are prefix-closed."""
@@ -158,6 +156,7 @@ class PrefixIndex:
         n = len(pages)
         found = self._still_known(chain, pages, known) or self.match(chain, n)
         m = len(found)
+        self.collisions += found.collided
         if m < n:
             m = self._append(chain, pages, found)
         self.recency.touch(found.pages)

@@ -59,7 +59,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA or other adapter that changes the KV bytes. A new ``generation`` of one name shares nothing with the old."""
+    """A LoRA or other adapter that changes the KV bytes. A new ``generation`` of a name shares nothing with the old."""
 
     name: str
     generation: int = 0
@@ -80,10 +80,15 @@ class Span:
     kind: str = "media"
 
     def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("length", self.length)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise KeyNamingError(f"a span's {name} is a whole number, not {value!r}")
+        if not isinstance(self.digest, bytes):
+            raise KeyNamingError(f"a span's digest is bytes, not {type(self.digest).__name__}; use content_digest()")
         if self.start < 0 or self.length < 1:
-            raise KeyNamingError(f"a span needs start >= 0 and length >= 1, not start {self.start}, length {self.length}")
+            raise KeyNamingError(f"a span needs start >= 0 and length >= 1, not {self.start} and {self.length}")
         if len(self.digest) < 16:
-            raise KeyNamingError(f"the digest of a span needs at least 16 bytes, not {len(self.digest)}; use content_digest()")
+            raise KeyNamingError(f"a span's digest has at least 16 bytes, not {len(self.digest)}; use content_digest()")
         if self.kind not in ("media", "embedding"):
             raise KeyNamingError(f"a span's kind is 'media' or 'embedding', not {self.kind!r}")
 
@@ -104,7 +109,10 @@ def token_bytes(ids: object) -> bytes | memoryview:
         tensor: Any = ids
         if tensor.device.type != "cpu":
             raise KeyNamingError(f"token ids on {tensor.device} cannot be named; copy them to the CPU first")
-        ids = tensor.detach().numpy()
+        try:
+            ids = tensor.detach().numpy()
+        except TypeError as error:  # bfloat16, sparse, quantised
+            raise KeyNamingError(f"token ids must be integers: {error}") from None
     try:
         array = np.asarray(ids)
     except (ValueError, OverflowError) as error:
@@ -136,8 +144,14 @@ class Namer:
 
     def root(self, adapter: Adapter | None, salt: str | None) -> bytes:
         """The identity of a request's root: two requests may share pages only if these bytes are equal."""
+        if salt is not None and not isinstance(salt, str):
+            raise KeyNamingError(f"a salt is a str or None, not {salt!r}")
         if adapter is None:
             return encode(self.identity, None, None, salt)
+        if not isinstance(adapter, Adapter):
+            raise KeyNamingError(f"an adapter is an Adapter(name, generation) or None, not {adapter!r}")
+        if not isinstance(adapter.name, str) or not isinstance(adapter.generation, int):
+            raise KeyNamingError(f"an adapter's name is a str and its generation an int, not {adapter!r}")
         return encode(self.identity, adapter.name, adapter.generation, salt)
 
     def chain(self, tokens: object = (), *, adapter: Adapter | None = None, salt: str | None = None,
@@ -153,7 +167,7 @@ class Namer:
         return Namer(fingerprint, self.page_size, self.key_function, self.hash64)
 
     def probe(self) -> str:
-        """The last key of a fixed chain that uses every part of the encoding, in hex: equal on ranks that name alike."""
+        """The last key of a fixed chain that has every part of the encoding, in hex; equal on ranks that name alike."""
         size = 2 * self.page_size
         span = Span(self.page_size - 1, 1, bytes(range(16)), "embedding")
         chain = self.chain(np.arange(size, dtype=np.int32), adapter=Adapter("probe", 1), salt="probe", spans=[span])

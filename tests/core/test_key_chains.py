@@ -1,0 +1,201 @@
+"""Key chains under extend, branch and follow, against hashing everything from scratch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from distkv import KeyChain, KeyNamingError, Span
+from distkv.keys import Namer
+from tests.core.helpers import EXAMPLES, FINGERPRINT
+
+IDS = st.lists(st.integers(0, 2), max_size=9)
+DIGESTS = [bytes([i]) * 16 for i in range(2)]
+
+
+def spans_in(draws: list[tuple[int, int, int]], low: int, high: int) -> list[Span]:
+    """Disjoint spans in ``low .. high - 1`` from any draws."""
+    found: list[Span] = []
+    at = low
+    for gap, length, digest in draws:
+        start = at + gap
+        if start + length > high:
+            break
+        found.append(Span(start, length, DIGESTS[digest], "media" if gap % 2 else "embedding"))
+        at = start + length
+    return found
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 1)), max_size=3)
+
+
+class Chains(RuleBasedStateMachine):
+    """Some chains that share logs; each is compared with a fresh chain of the same tokens and spans."""
+
+    @initialize(size=st.integers(1, 4))
+    def start(self, size: int) -> None:
+        self.hashed = 0
+
+        def counting(data: Any, seed: int) -> int:
+            self.hashed += 1
+            return xxhash.xxh3_64_intdigest(data, seed)
+
+        self.size = size
+        self.namer = Namer(FINGERPRINT, size, hash64=counting)
+        self.plain = Namer(FINGERPRINT, size)
+        self.chains: list[tuple[KeyChain, list[int], list[Span]]] = [(self.namer.chain(), [], [])]
+
+    def add(self, chain: KeyChain, tokens: list[int], spans: list[Span]) -> None:
+        self.chains.append((chain, tokens, spans))
+        del self.chains[:-6]
+
+    @rule(i=st.integers(0, 5), ids=IDS, spans=SPANS)
+    def extend(self, i: int, ids: list[int], spans: list[tuple[int, int, int]]) -> None:
+        chain, tokens, old = self.chains[i % len(self.chains)]
+        new = spans_in(spans, len(tokens), len(tokens) + len(ids))
+        before, pages = self.hashed, chain.pages
+        chain.extend(ids, spans=new)
+        assert self.hashed - before == chain.pages - pages, "only new pages are hashed"
+        tokens += ids
+        old += new
+
+    @rule(i=st.integers(0, 5), cut=st.integers(0, 12))
+    def branch(self, i: int, cut: int) -> None:
+        chain, tokens, spans = self.chains[i % len(self.chains)]
+        n = max(0, len(tokens) - cut)
+        before = self.hashed
+        if any(s.start < n < s.end for s in spans):
+            with pytest.raises(KeyNamingError):
+                chain.branch(n)
+        else:
+            self.add(chain.branch(n), tokens[:n], [s for s in spans if s.end <= n])
+        assert self.hashed == before, "a branch hashes nothing"
+
+    @rule(i=st.integers(0, 5), keep=st.integers(0, 20), ids=IDS, other=st.booleans(), draws=SPANS)
+    def follow(self, i: int, keep: int, ids: list[int], other: bool, draws: list[tuple[int, int, int]]) -> None:
+        chain, tokens, spans = self.chains[i % len(self.chains)]
+        new = tokens[:keep] + ids
+        kept = [s for s in spans if s.end <= len(new)]
+        new_spans = spans_in(draws, 0, len(new)) if other else kept
+        before = self.hashed
+        found = chain.follow(new, spans=new_spans)
+        shorter = min(len(tokens), len(new))
+        common = next((n for n in range(shorter) if tokens[n] != new[n]), shorter)
+        if not other and kept == spans:
+            inside = [s.start for s in spans if s.start < common < s.end]
+            common = min([common, *inside])
+            assert self.hashed - before == found.pages - common // self.size, "the common prefix is not hashed again"
+        self.add(found, new, new_spans)
+
+    @rule(i=st.integers(0, 5))
+    def refused(self, i: int) -> None:
+        chain, tokens, _ = self.chains[i % len(self.chains)]
+        for ids, spans in (([-1], []), ([1], [Span(len(tokens), 2, DIGESTS[0])]), ([1.5], [])):
+            with pytest.raises(KeyNamingError):
+                chain.extend(ids, spans=spans)
+
+    @invariant()
+    def as_from_scratch(self) -> None:
+        for chain, tokens, spans in getattr(self, "chains", []):
+            fresh = self.plain.chain(tokens, spans=spans)
+            assert len(chain) == len(tokens)
+            assert chain.tokens.tolist() == tokens
+            assert chain.pages == len(tokens) // self.size
+            assert chain.keys[: chain.pages] == fresh.keys
+            assert list(chain.spans) == sorted(spans, key=lambda s: s.start)
+            assert {p: e for p, e in chain.extras.items() if p < chain.pages} == fresh.extras
+            assert chain.buffer[: 4 * len(chain)] == fresh.buffer
+
+
+TestChains = Chains.TestCase
+TestChains.settings = settings(max_examples=50 * EXAMPLES, stateful_step_count=30, deadline=None,
+                               derandomize=EXAMPLES == 1)
+
+
+def test_a_new_turn_hashes_its_new_pages_alone() -> None:
+    calls = []
+
+    def counting(data: Any, seed: int) -> int:
+        calls.append(len(data))
+        return xxhash.xxh3_64_intdigest(data, seed)
+
+    namer = Namer(FINGERPRINT, 4, hash64=counting)
+    history = list(range(400))
+    chain = namer.chain(history)
+    assert len(calls) == 101, "the root and 100 pages"
+    calls.clear()
+    chain = chain.follow([*history, *range(8)])
+    assert (len(calls), chain.pages) == (2, 102)
+    calls.clear()
+    chain.follow(history[:100])
+    assert not calls
+    edited = chain.follow([*history[:50], 7, 7, 7, *history[53:]])
+    assert len(calls) == 100 - 12, "from the page of the first edited token on"
+    assert edited.keys[:12] == chain.keys[:12]
+
+
+def test_branches_are_independent() -> None:
+    namer = Namer(FINGERPRINT, 2)
+    chain = namer.chain([1, 2, 3, 4])
+    one, two = chain.branch(), chain.branch()
+    one.extend([5, 6])
+    two.extend([7, 8])
+    chain.extend([9, 9])
+    assert [c.tokens.tolist()[4:] for c in (chain, one, two)] == [[9, 9], [5, 6], [7, 8]]
+    assert len({c.keys[2] for c in (chain, one, two)}) == 3
+    deep = one.branch(5).branch(3).branch()
+    deep.extend([0])
+    assert deep.keys == namer.chain([1, 2, 3, 0]).keys
+    assert one.keys == namer.chain([1, 2, 3, 4, 5, 6]).keys
+
+
+def test_tokens_are_the_callers() -> None:
+    """Neither does the chain change with the array it was made of, nor with what it gives out."""
+    ids = np.arange(6, dtype=np.int32)
+    chain = Namer(FINGERPRINT, 2).chain(ids)
+    keys = list(chain.keys)
+    ids[:] = 0
+    assert chain.tokens.tolist() == list(range(6))
+    taken = chain.tokens
+    chain.extend([6, 7])
+    assert taken.tolist() == list(range(6))
+    assert chain.keys[:3] == keys
+
+
+def test_a_chain_of_its_own_tokens() -> None:
+    """Extending by what the chain itself gave out, which must not be a view that forbids appending."""
+    chain = Namer(FINGERPRINT, 2).chain([1, 2, 3])
+    taken = chain.tokens
+    chain.extend(taken)
+    assert chain.follow(chain.tokens).keys == chain.keys == Namer(FINGERPRINT, 2).chain([1, 2, 3, 1, 2, 3]).keys
+
+
+def test_follow_when_media_change() -> None:
+    namer = Namer(FINGERPRINT, 2)
+    tokens = list(range(12))
+    one, two = Span(2, 3, DIGESTS[0]), Span(7, 2, DIGESTS[1])
+    chain = namer.chain(tokens, spans=[one, two])
+    for spans in ([], [one], [two], [one, two], [Span(2, 3, DIGESTS[1]), two], [one, Span(7, 3, DIGESTS[1])],
+                  [one, two, Span(9, 1, DIGESTS[0])], [Span(0, 1, DIGESTS[0]), one, two]):
+        assert chain.follow(tokens, spans=spans).keys == namer.chain(tokens, spans=spans).keys
+    assert chain.spans == (one, two)
+    for spans in ([one, one], [one, Span(4, 2, DIGESTS[0])], [one, Span(11, 2, DIGESTS[0])]):
+        with pytest.raises(KeyNamingError):
+            chain.follow(tokens, spans=spans)
+    with pytest.raises(KeyNamingError):
+        chain.follow(tokens[:8], spans=[one, two])
+
+
+def test_a_conversation_of_a_hundred_thousand_turns_of_one_token() -> None:
+    """Naming is linear: 2 s would be a thousand times too slow."""
+    chain = Namer(FINGERPRINT, 16).chain()
+    for i in range(100_000):
+        chain.extend_bytes(int(i % 7).to_bytes(4, "little"))
+    assert chain.pages == 6250
+    assert chain.keys == Namer(FINGERPRINT, 16).chain(np.arange(100_000) % 7).keys
