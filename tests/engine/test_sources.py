@@ -1,0 +1,89 @@
+"""A GGUF file is converted once, by one process; what is partial or damaged is made again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distkv.engine import sources
+from distkv.engine.config import ModelConfig
+from distkv.engine.model import load_model, load_tokenizer
+from distkv.errors import ModelError
+from distkv.testing.processes import run_ranks
+from tests.engine import tiny
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.gguf_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def convert_case(rank: int, world_size: int, gguf: Path, cache: Path) -> tuple[Path, int]:
+    folder = sources.model_folder(str(gguf), cache)
+    return folder, (folder / "model.safetensors").stat().st_mtime_ns
+
+
+def test_of_several_processes_one_converts_and_damage_is_repaired(
+    gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = run_ranks(convert_case, 3, (gguf, tmp_path), backend=None, timeout_s=240.0)
+    assert len(set(results)) == 1
+    folder, written = results[0]
+    assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
+    with caplog.at_level(logging.INFO):
+        assert convert_case(0, 1, gguf, tmp_path) == (folder, written)
+    assert "converting" not in caplog.text
+
+    weights = folder / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with caplog.at_level(logging.WARNING):
+        convert_case(0, 1, gguf, tmp_path)
+    assert "model.safetensors is not what was written" in caplog.text
+    assert weights.read_bytes() == good, "the same file gives the same weights"
+    (folder / "tokenizer.json").unlink()
+    convert_case(0, 1, gguf, tmp_path)
+    assert (folder / "tokenizer.json").exists()
+
+    settings = ModelConfig(source=str(gguf), cache_dir=tmp_path)
+    model, tokenizer = load_model(settings), load_tokenizer(settings)
+    assert tokenizer.decode(tokenizer("the thing")["input_ids"]) == "the thing"
+    assert model.stop_ids == {2}
+
+
+def test_a_converter_that_was_killed_leaves_nothing_that_counts(gguf: Path, tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from distkv.engine.sources import model_folder as convert\n"
+    code += "convert(sys.argv[1], Path(sys.argv[2]))"
+    process = subprocess.Popen([sys.executable, "-c", code, gguf, tmp_path], stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("models/*.part")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(tmp_path.glob("models/*.part")), "it was killed in the middle"
+    folder = sources.model_folder(str(gguf), tmp_path)
+    assert not list(tmp_path.glob("models/*.part"))
+    assert sources._problem(folder) is None
+
+
+def test_what_is_no_gguf_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + os.urandom(60))
+    with pytest.raises(ModelError, match=r"cannot convert .*broken.gguf"):
+        sources.model_folder(str(path), tmp_path)
+    assert not list((tmp_path / "models").glob("*.part"))
+
+
+def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert sources.cache_folder() == tmp_path / "home" / ".cache" / "distkv"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert sources.cache_folder() == tmp_path / "xdg" / "distkv"
+    assert sources.cache_folder(Path("~/own")) == tmp_path / "home" / "own"
