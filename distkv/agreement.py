@@ -52,7 +52,8 @@ class Agreement:
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue, or among the refused of the next result."""
-        chain, size = self.books.renamed(request.chain), self.books.page_size
+        # A branch: what the caller appends to its chain from now on is not of this request.
+        chain, size = self.books.renamed(request.chain).branch(), self.books.page_size
         pending = Pending.of(request, chain, size)
         tail = bytes(chain.buffer[TOKEN_BYTES * chain.pages * size : TOKEN_BYTES * len(chain)])
         last_key = chain.keys[chain.pages - 1] if chain.pages else chain.seed

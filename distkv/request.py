@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from distkv.errors import RequestError
 from distkv.keys import KeyChain
 from distkv.reasons import Reason
@@ -33,6 +35,13 @@ class Request:
     """For the engine's use; admission is first in, first out."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise RequestError(str(self.id), f"its id is a {type(self.id).__name__}, which must be a str")
+        if not isinstance(self.chain, KeyChain):
+            raise RequestError(self.id, f"chain is a {type(self.chain).__name__}; cache.chain(tokens) makes a KeyChain")
+        for name, value in (("output_limit", self.output_limit), ("matched_cap", self.matched_cap or 0)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise RequestError(self.id, f"{name} is {value!r}, which must be a whole number")
         if len(self.chain) < 1:
             raise RequestError(self.id, "the prompt is empty; at least one token has to be computed")
         if self.output_limit < 0:
@@ -76,7 +85,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step decided: the same on every rank, but for requests that were aborted while the ballot was in flight."""
+    """What one step decided: the same on every rank, but for requests aborted while the ballot was in flight."""
 
     step: int
     ready: tuple[Sequence, ...] = ()
