@@ -56,7 +56,7 @@ class CacheConfig(Section):
     """A group with nothing to agree on still exchanges a ballot every so many steps, so that a rank that has
     stopped or departed from the others is noticed."""
 
-    key_function: Literal["xxh3_64"] = setting("xxh3_64", agreed=True)
+    key_function: Literal["xxh3_64", "xxh64"] = setting("xxh3_64", agreed=True)
     """The hash that names pages. It only nominates: stored token ids are compared before a page is used."""
 
     asynchronous: bool = setting(False, agreed=True)
