@@ -11,6 +11,7 @@ from collections import Counter
 from distkv import ballot as ballots
 from distkv.ballot import Ballot, Decision, Pending, Row, Vector
 from distkv.books import Books, Call
+from distkv.encoding import encode
 from distkv.errors import (
     DuplicateRequest,
     GroupDivergence,
@@ -56,6 +57,8 @@ class Agreement:
         chain, size = self.books.renamed(request.chain).branch(), self.books.page_size
         pending = Pending.of(request, chain, size)
         tail = bytes(chain.buffer[TOKEN_BYTES * chain.pages * size : TOKEN_BYTES * len(chain)])
+        behind = [s for s in chain.spans if s.end > chain.pages * size]  # the last key has the others
+        tail += encode(*(x for s in behind for x in (s.start, s.length, s.digest, s.kind)))
         last_key = chain.keys[chain.pages - 1] if chain.pages else chain.seed
         self.books.note(Call.SUBMIT, pending.tag, pending.total, len(chain), pending.limit, request.write, last_key,
                         data=tail)
@@ -83,7 +86,7 @@ class Agreement:
     def next_epoch(self, weights_version: str | None) -> None:
         """A reset, or with a version a weights bump: matches of the ballot in flight count 0 at commit."""
         # Whether a ballot is in flight decides what becomes of its matches, so the digest has to tell.
-        self.books.note(Call.NEXT_EPOCH, self.ballot is not None, data=(weights_version or "").encode())
+        self.books.note(Call.NEXT_EPOCH, self.ballot is not None, data=encode(weights_version))
         self.books.next_epoch(weights_version)
         for pending in self.queue:
             pending.chain = self.books.renamed(pending.chain)
@@ -129,6 +132,9 @@ class Agreement:
                 self.ballot = self._new_ballot()
             self.ballot.let_go(self.books)
             return ballots.fault(self.rank, self.queue_slots)
+        except BaseException:  # an interrupt is not voted on
+            self.give_up()
+            raise
 
     def _fill(self) -> Vector:
         self.ballot = self._new_ballot()
@@ -141,6 +147,7 @@ class Agreement:
 
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
+        self._leftover = 0  # whatever becomes of this ballot
         self.counters.collectives += 1
         return Ballot(self.books.step, self.books.epoch, self.books.room)
 
@@ -191,7 +198,6 @@ class Agreement:
         failed = ballots.failed_rank(minimum)
         if failed is not None:
             cause, self._fault = self._fault, None
-            self._leftover = 0
             self.counters.peer_failures += 1
             raise PeerFailed(failed, rank=self.rank, step=ballot.step) from cause
         if ballots.diverged(minimum):

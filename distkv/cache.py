@@ -105,6 +105,9 @@ class PrefixCache:
         except GroupError as error:
             self._break(error)
             raise
+        except BaseException:
+            self._agreement.give_up()
+            raise
 
     def end_step(self) -> StepResult:
         """Takes the group's minimum and commits what follows from it.
@@ -121,6 +124,9 @@ class PrefixCache:
             raise
         except GroupError as error:
             self._break(error)
+            raise
+        except BaseException:
+            self._agreement.give_up()
             raise
         if self.config.pool.check:
             self.check()

@@ -1,0 +1,171 @@
+"""The decision as a pure function of the minimum, against what it promises, by brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distkv import Fingerprint, Request
+from distkv import ballot as ballots
+from distkv.ballot import NEUTRAL, Ballot, Decision, Pending, Vector, decide, encode, fault
+from distkv.books import Books
+from distkv.keys import Namer
+from tests.core.helpers import EXAMPLES
+
+SLOTS = 4
+ROW = st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 8)).map(
+    lambda row: (row[0], min(row[0], row[1]), max(row[0] + 1, row[2])))  # matched, live <= matched < total
+
+
+def vector(room: int, rows: list[tuple[int, int]], digest: int = 5) -> Vector:
+    """A ballot with these (matched, live)."""
+    made = np.full(ballots.ballot_size(SLOTS), NEUTRAL, np.int64)
+    made[1:4] = (digest, -digest, room)
+    for i, (matched, live) in enumerate(rows):
+        made[4 + 3 * i : 7 + 3 * i] = (matched, matched, live)
+    return made
+
+
+@settings(max_examples=300 * EXAMPLES, deadline=None, derandomize=EXAMPLES == 1)
+@given(st.integers(0, 30), st.lists(ROW, max_size=SLOTS), st.booleans())
+def test_one_decision(room: int, rows: list[tuple[int, int, int]], void: bool) -> None:
+    totals = [total for _, _, total in rows]
+    found = decide(vector(room, [(matched, live) for matched, live, _ in rows]), totals, void=void)
+    needs = [total - (0 if void else live) for _, live, total in rows]
+    n = len(found.admitted)
+    assert found.admitted == tuple(0 if void else matched for matched, _, _ in rows[:n])
+    assert found.leftover == room - sum(needs[:n]) >= 0
+    if n < len(rows):
+        assert found.short == needs[n] - found.leftover > 0, "strictly in order: the first that does not fit ends it"
+    else:
+        assert found.short == 0
+
+
+@settings(max_examples=300 * EXAMPLES, deadline=None, derandomize=EXAMPLES == 1)
+@given(st.lists(st.tuples(st.integers(0, 30), st.lists(ROW, min_size=3, max_size=3)), min_size=1, max_size=4))
+def test_the_minimum_fits_every_rank(ranks: list[tuple[int, list[tuple[int, int, int]]]]) -> None:
+    """What the group admits, each rank could have admitted: its own room covers it, whatever the others have."""
+    totals = [max(rows[i][2] for _, rows in ranks) for i in range(3)]
+    minimum = np.minimum.reduce([vector(room, [(m, live) for m, live, _ in rows]) for room, rows in ranks])
+    found = decide(minimum, totals, void=False)
+    for room, rows in ranks:
+        own = decide(vector(room, [(m, live) for m, live, _ in rows]), totals, void=False)
+        assert len(found.admitted) <= len(own.admitted)
+        assert found.leftover <= room
+        new = sum(total - live for total, (_, live, _) in zip(totals[: len(found.admitted)], rows, strict=False))
+        assert new <= room
+        for agreed, (matched, _, _) in zip(found.admitted, rows, strict=False):
+            assert agreed <= matched
+
+
+def test_nothing_to_decide() -> None:
+    assert decide(vector(7, []), [], void=False) == Decision((), 0, 7)
+    assert decide(vector(0, [(0, 0)]), [1], void=False) == Decision((), 1, 0)
+
+
+def test_faults() -> None:
+    assert ballots.failed_rank(vector(1, [])) is None
+    failed = np.minimum.reduce([vector(1, []), fault(3, SLOTS), fault(2, SLOTS)])
+    assert ballots.failed_rank(failed) == 2
+    assert not ballots.diverged(failed), "a fault says nothing about the others' histories"
+    assert (fault(0, SLOTS)[1:] == NEUTRAL).all()
+    assert fault(0, SLOTS).shape == (ballots.ballot_size(SLOTS),) == vector(1, []).shape
+
+
+@pytest.mark.parametrize("digests", [(1, 2), (0, 1), (2**62 - 1, 0), (5, 5, 6), (6, 5, 5), (2**62 - 1, 2**62 - 2)])
+def test_different_digests_are_seen(digests: tuple[int, ...]) -> None:
+    assert ballots.diverged(np.minimum.reduce([vector(1, [], digest) for digest in digests]))
+
+
+@pytest.mark.parametrize("digest", [0, 1, 2**62 - 1])
+def test_equal_digests(digest: int) -> None:
+    assert not ballots.diverged(np.minimum.reduce([vector(1, [], digest)] * 3))
+
+
+def books(pages: int = 16) -> Books:
+    return Books(pages, 0, Namer(Fingerprint(model="m"), 2), store_at_fill=False, asynchronous=False)
+
+
+def stored(made: Books, tokens: list[int]) -> np.ndarray:
+    """A chain in the index that nobody owns."""
+    chain = made.namer.chain(tokens)
+    made.promise(chain.pages)
+    pages = made.take(chain.pages)
+    made.store(chain, pages, 0)
+    made.release(pages, 0)
+    return pages
+
+
+def pending(made: Books, tokens: list[int], limit: int = 0, cap: int | None = None, read: bool = True) -> Pending:
+    chain = made.namer.chain(tokens)
+    return Pending.of(Request(id="r", chain=chain, output_limit=limit, matched_cap=cap, read=read), chain, 2)
+
+
+def test_pending() -> None:
+    made = books()
+    for tokens, limit, total, most in (([1], 0, 1, 0), ([1, 2], 0, 1, 0), ([1, 2], 1, 2, 0), ([1, 2, 3], 0, 2, 1),
+                                       ([1] * 4, 0, 2, 1), ([1] * 5, 3, 4, 2)):
+        found = pending(made, tokens, limit)
+        assert (found.total, found.limit) == (total, most)
+    assert pending(made, [1] * 9, cap=2).limit == 2
+    assert pending(made, [1] * 9, cap=99).limit == 4
+    assert pending(made, [1] * 9, read=False).limit == 0
+
+
+def test_encoding() -> None:
+    made = books()
+    pages = stored(made, [1] * 8)
+    made.pool.own(pages[:1])
+    ballot = Ballot(7, 0, made.room)
+    ballots.fill(ballot, made, [pending(made, [1] * 7), pending(made, [2] * 7)])
+    found = encode(ballot, (1 << 64) - 1, SLOTS)
+    mask = (1 << 62) - 1
+    assert found.dtype == np.int64
+    assert found.tolist() == [NEUTRAL, mask, -mask, 15, 3, 3, 1, 0, 0, 0] + [NEUTRAL] * 6
+    ballot.let_go(made)
+    ballot.let_go(made)
+    assert not made.pool.holds.any(), "and twice is once"
+
+
+def test_the_cap_on_holds() -> None:
+    """Holds that are not live never exceed the room; from the first row beyond it on, all are empty."""
+    made = books(pages=8)
+    one, two, three = [1] * 6, [2] * 4, [3] * 4
+    for tokens in (one, two, three):
+        stored(made, tokens)
+    made.promise(3)  # room 5: one fits with 3 pages, two with 2, three not
+    ballot = Ballot(1, 0, made.room)
+    ballots.fill(ballot, made, [pending(made, [*t, 0]) for t in (one, two, three, one)])
+    assert [len(row.held) for row in ballot.rows] == [3, 2, 0, 0]
+    assert [len(row.match) for row in ballot.rows] == [3, 2, 2, 3], "what was found is still told in the records"
+    cold = int(np.count_nonzero(made.pool.indexed & (made.pool.owners == 0) & (made.pool.holds == 0)))
+    assert made.pool.free + cold == made.reserved == 3, "what is promised can still be given"
+    ballot.let_go(made)
+    ballot = Ballot(2, 0, made.room)
+    ballots.fill(ballot, made, [pending(made, [*t, 0]) for t in (one, one, one, two)])
+    assert [len(row.held) for row in ballot.rows] == [3, 3, 3, 2], "a page is counted once, however many hold it"
+    assert made.pool.holds.max() == 3
+    ballot.let_go(made)
+    made.pool.check()
+
+
+def test_live_pages_need_no_room_to_be_held() -> None:
+    made = books(pages=4)
+    pages = stored(made, [1] * 8)
+    made.pool.own(pages)
+    ballot = Ballot(1, 0, made.room)
+    assert ballot.room == 0
+    ballots.fill(ballot, made, [pending(made, [1] * 9)])
+    assert (len(ballot.rows[0].held), ballot.rows[0].live) == (4, 4)
+
+
+def test_only_leading_live_pages_are_free_of_charge() -> None:
+    """A hole in the middle: pages behind it may be live here, but the discount has to hold on every rank."""
+    made = books(pages=8)
+    pages = stored(made, [1] * 8)
+    made.pool.own(pages[[0, 2, 3]])
+    ballot = Ballot(1, 0, made.room)
+    ballots.fill(ballot, made, [pending(made, [1] * 9)])
+    assert (len(ballot.rows[0].held), ballot.rows[0].live) == (4, 1)
