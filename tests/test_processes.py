@@ -180,7 +180,7 @@ def test_an_exception_shows_its_traceback_and_ends_the_other_ranks() -> None:
 
 def test_a_stuck_rank_shows_where_it_is() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=15)
+        run_ranks(sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=25)
     assert [outcome.status for outcome in caught.value.outcomes] == ["returned", "deadline"]
     assert "rank 1: did not end within the deadline" in str(caught.value)
     assert "sleep_in_a_function_with_a_name" in caught.value.outcomes[1].stacks
@@ -188,7 +188,7 @@ def test_a_stuck_rank_shows_where_it_is() -> None:
 
 def test_ranks_stuck_inside_a_collective_show_where_they_are() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(wait_for_a_message, 2, timeout_s=20)
+        run_ranks(wait_for_a_message, 2, timeout_s=30)
     for outcome in caught.value.outcomes:
         assert "wait_for_a_message" in outcome.stacks + (outcome.error.traceback if outcome.error else "")
 
@@ -219,7 +219,7 @@ def test_an_exception_keeps_its_attributes() -> None:
 
 @pytest.mark.parametrize("end", ["return", "raise", "sleep"])
 def test_nothing_that_a_rank_started_is_left(tmp_path: Path, end: str) -> None:
-    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=15)
+    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=25)
     expected = {"return": "returned", "raise": "raised", "sleep": "deadline"}[end]
     assert [outcome.status for outcome in outcomes] == [expected, expected]
     assert len(list(tmp_path.iterdir())) == 4
