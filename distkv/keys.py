@@ -12,7 +12,7 @@ two different pages never have the same bytes.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -372,11 +372,13 @@ class KeyChain:
     def _extras_of(self, page: int) -> bytes:
         size = self.namer.page_size
         low, high = page * size, (page + 1) * size
-        parts = []
-        for span in self._log.spans:
-            if span.start < high and span.end > low:
-                first = max(span.start, low)
-                parts.append(encode(span.kind, first - low, first - span.start, span.length, span.digest))
+        parts, spans = [], self._log.spans
+        for at in range(bisect_right(spans, low, key=lambda s: s.end), len(spans)):
+            span = spans[at]
+            if span.start >= high:
+                break
+            first = max(span.start, low)
+            parts.append(encode(span.kind, first - low, first - span.start, span.length, span.digest))
         return b"".join(parts)
 
 

@@ -137,6 +137,23 @@ def test_media_that_only_their_digest_tells_apart() -> None:
     evict_all(cache)
 
 
+def test_what_was_known_is_looked_at_again() -> None:
+    """A sequence's own pages left the index and a colliding chain took their place: nothing is hung below that."""
+    cache = solo(index_on="fill", hash64=broken_for(lambda tokens, seed: 42 if tokens in (B, C) else None))
+    sequence = admit(cache, "1", A + B + [8, 8, 9])
+    sequence.open(7)
+    sequence.commit(4)
+    cache._books.index.drop(int(sequence.page_indices[0]))
+    serve(cache, "2", D + C + [0])
+    assert cached(cache, D + C) == 4
+    sequence.commit(2)
+    cache.check()
+    assert cached(cache, D + C + [8, 8]) == 4
+    sequence.finish()
+    assert (cached(cache, D + C + [8, 8]), cached(cache, A + B + [8, 8])) == (4, 2)
+    evict_all(cache)
+
+
 def test_generated_pages_that_collide_are_freed_at_the_end() -> None:
     cache = solo(pages=4, hash64=constant, index_on="fill")
     kv = Kv(2)

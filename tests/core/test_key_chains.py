@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,15 @@ def test_follow_when_media_change() -> None:
             chain.follow(tokens, spans=spans)
     with pytest.raises(KeyNamingError):
         chain.follow(tokens[:8], spans=[one, two])
+
+
+def test_thousands_of_media_items() -> None:
+    """A page looks at the items that touch it: with a look at all for each, this takes ten seconds."""
+    spans = [Span(4 * i + 1, 2, DIGESTS[i % 2]) for i in range(8192)]
+    start = time.process_time()
+    chain = Namer(FINGERPRINT, 4).chain(np.arange(4 * 8192) % 5, spans=spans)
+    assert len(chain.extras) == 8192
+    assert time.process_time() - start < 3
 
 
 def test_a_conversation_of_a_hundred_thousand_turns_of_one_token() -> None:
