@@ -115,11 +115,11 @@ class Agreement:
         """
         if self._began:
             raise SequenceError("begin_step was called twice; end_step comes in between")
+        due = bool(self.queue) or bool(message.requests)
         self._began = True
         self.books.step += 1
         self.counters.steps += 1
-        beat = self.books.step - self._last_ballot >= self.heartbeat
-        due = bool(self.queue) or bool(message.requests) or beat
+        due = due or self.books.step - self._last_ballot >= self.heartbeat
         try:
             self._apply(message)
             return self._fill() if due else None
@@ -263,9 +263,10 @@ class Agreement:
                 ballot: Ballot | None = None) -> StepResult:
         refused, self._refused = tuple(self._refused), []
         waiting = []
-        looked_at = len(ballot.rows) - len(decision.admitted) if ballot is not None and decision is not None else 0
+        rows = ballot.rows[len(decision.admitted) :] if ballot is not None and decision is not None else []
+        looked_at = sum(not row.pending.aborted for row in rows)
         for i, pending in enumerate(self.queue):
-            if i == 0 and looked_at and decision is not None:
+            if decision is not None and rows and pending is rows[0].pending:
                 waiting.append(Waiting(pending.request.id, "no room", decision.short))
             else:
                 waiting.append(Waiting(pending.request.id, "behind it" if i < looked_at else "not looked at"))

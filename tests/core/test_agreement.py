@@ -115,6 +115,19 @@ def test_the_queue_is_strictly_in_order() -> None:
     assert [[s.id for s in r.ready] for r in step(group)] == [["c"]] * 3  # type: ignore[union-attr]
 
 
+def test_what_was_in_the_way_is_aborted_while_the_ballot_is_in_flight() -> None:
+    group = group_of(queue_slots=2)
+    admitted(group, ("0", LONG[:20]))
+    step(group, requests=[("a", LONG[:14]), ("b", [1]), ("c", [2])])
+    group.begin(lambda cache: Message())
+    group.each(lambda cache: cache.abort("a"))
+    for outcome in group.end():
+        assert isinstance(outcome, StepResult)
+        assert [(w.request_id, w.why, w.pages_short) for w in outcome.waiting] == [
+            ("b", "behind it", 0), ("c", "not looked at", 0)]
+    assert [[s.id for s in r.ready] for r in step(group)] == [["b", "c"]] * 3  # type: ignore[union-attr]
+
+
 def test_rank_zero_caps_the_others() -> None:
     group = group_of(2)
     store(group, "1", LONG[:8])
@@ -592,6 +605,15 @@ def test_begin_and_end_come_in_turn() -> None:
             cache.end_step()
     group.check()
     admitted(group, ("2", [1]))
+
+
+def test_what_is_no_message_changes_nothing() -> None:
+    cache = solo()
+    for nothing in (None, "reset", ()):
+        with pytest.raises(AttributeError):
+            cache.step(nothing)  # type: ignore[arg-type]
+    assert cache.stats().steps == 0
+    serve(cache, "1", LONG[:5])
 
 
 def test_everything_between_begin_and_end() -> None:
