@@ -47,8 +47,7 @@ class TorchGroup(Group):
         def run() -> list[bytes]:
             lengths = self._gather(torch.tensor([len(data)], dtype=torch.int64))
             longest = max(int(n) for n in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            padded = torch.from_numpy(np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy())
             rows = self._gather(padded)
             return [bytes(row[: int(n)].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from distkv.cache import PrefixCache
@@ -123,19 +122,17 @@ def idle(rank: int, world_size: int, steps: int, heartbeat: int) -> dict[str, in
     return dict(calls)
 
 
+def _out_of_memory(*_: Any) -> Any:
+    raise MemoryError("no memory for the lookup")
+
+
 def failing_begin(rank: int, world_size: int, faulty: int) -> list[str]:
     """Rank ``faulty`` raises in its second begin; then the group goes on."""
     cache = make_cache()
     seen = []
     for number in range(3):
         if number == 1 and rank == faulty:
-            honest = cache._books.match
-
-            def failing(*_: Any) -> Any:
-                cache._books.match = honest  # type: ignore[method-assign]
-                raise MemoryError("no memory for the lookup")
-
-            cache._books.match = failing  # type: ignore[method-assign]
+            cache._books.match = _out_of_memory  # type: ignore[method-assign]
         request = Request(id=str(number), chain=cache.chain(list(range(9))), output_limit=2)
         try:
             result = cache.step(Message(requests=(request,)))
@@ -144,6 +141,7 @@ def failing_begin(rank: int, world_size: int, faulty: int) -> list[str]:
             cause = type(error.__cause__).__name__
             by = f" by {cause}" if rank == faulty else ""
             seen.append(f"step {error.step}: PeerFailed of rank {error.failed_rank}{by}")
+            cache._books.__dict__.pop("match", None)
     cache.check()
     return seen
 

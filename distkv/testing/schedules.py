@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Bytes:
-    """The modelled content of one rank's pages: for each page the epoch and the whole prefix that it was written for."""
+    """The modelled content of one rank's pages: the epoch and the whole prefix that each page was written for."""
 
     of_page: dict[int, object] = field(default_factory=dict)
 
@@ -116,7 +116,8 @@ class Schedule:
     def step(self, requests: int, quiet: bool = False) -> None:
         rng, group = self.rng, self.group
         plans = [self.plan() for _ in range(requests)]
-        aborts = tuple(rng.sample(self.known_ids(), 1)) if self.known_ids() and rng.random() < 0.05 and not quiet else ()
+        known = self.known_ids()
+        aborts = (rng.choice(known),) if known and rng.random() < 0.05 and not quiet else ()
         version = f"w{self.version + 1}" if rng.random() < 0.01 and not quiet else None
         self.version += version is not None
         reset = rng.random() < 0.01 and not quiet
@@ -182,7 +183,8 @@ class Schedule:
         for outcome in outcomes:
             if isinstance(outcome, GroupError):
                 raise outcome
-            if isinstance(first, StepResult) and (outcome.leftover, outcome.collective) != (first.leftover, first.collective):
+            assert isinstance(first, StepResult)
+            if (outcome.leftover, outcome.collective) != (first.leftover, first.collective):
                 raise Disagreement(f"{first} on rank 0, {outcome} elsewhere")
         assert isinstance(first, StepResult)
         self.counts["admitted"] += len(first.ready)

@@ -42,7 +42,7 @@ def run_seeds(first: int, stop: int) -> Report:
         report.schedules += 1
         try:
             report.counts += run_schedule(seed)
-        except Exception:
+        except Exception:  # noqa: BLE001  (a failure of any kind is what we look for)
             report.failures[seed] = traceback.format_exc()
     return report
 
@@ -56,7 +56,7 @@ def simulate(*, seconds: float, at_least: int, at_most: int | None = None, first
     """As many schedules as fit into ``seconds``, at least ``at_least`` and at most ``at_most``, over all cores."""
     total, began, printed = Report(), time.monotonic(), 0.0
     workers = workers or os.cpu_count() or 1
-    seeds = itertools.count(first_seed, _BATCH) if at_most is None else iter(range(first_seed, first_seed + at_most, _BATCH))
+    seeds = iter(range(first_seed, first_seed + at_most if at_most is not None else sys.maxsize, _BATCH))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(_batch, seed) for seed in itertools.islice(seeds, 2 * workers)}
         while running:

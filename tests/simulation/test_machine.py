@@ -44,7 +44,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.requests.append((str(self.next_id), prompt, limit))
 
     @precondition(lambda self: not self.in_flight)
-    @rule(late=st.sets(st.integers(0, 3)), faulty=st.none() | st.none() | st.integers(0, 3), 
+    @rule(late=st.sets(st.integers(0, 3)), faulty=st.none() | st.none() | st.integers(0, 3),
           reset=st.sampled_from([False] * 9 + [True]))
     def begin(self, late: set[int], faulty: int | None, reset: bool) -> None:
         requests, self.requests, self.late = self.requests, [], late
