@@ -119,8 +119,8 @@ class Sequence:
         more = -(-end // self._books.page_size) - self._n_pages
         if more > self.reserved:
             raise SequenceError(
-                f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s) and "
-                f"{self.reserved} are reserved (prompt {self.prompt_tokens} + output_limit {self.request.output_limit})"
+                f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s), "
+                f"and {self.reserved} are reserved (prompt {self.prompt_tokens} + limit {self.request.output_limit})"
             )
         if more > 0:
             self._pages[self._n_pages : self._n_pages + more] = self._books.take(more)
