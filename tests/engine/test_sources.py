@@ -33,7 +33,7 @@ def convert_case(rank: int, world_size: int, gguf: Path, cache: Path) -> tuple[P
 def test_of_several_processes_one_converts_and_damage_is_repaired(
     gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = run_ranks(convert_case, 3, (gguf, tmp_path), backend=None, timeout_s=240.0)
+    results = run_ranks(convert_case, 3, (gguf, tmp_path), backend="gloo", timeout_s=240.0)
     assert len(set(results)) == 1
     folder, written = results[0]
     assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
@@ -48,14 +48,27 @@ def test_of_several_processes_one_converts_and_damage_is_repaired(
         convert_case(0, 1, gguf, tmp_path)
     assert "model.safetensors is not what was written" in caplog.text
     assert weights.read_bytes() == good, "the same file gives the same weights"
-    (folder / "tokenizer.json").unlink()
-    convert_case(0, 1, gguf, tmp_path)
-    assert (folder / "tokenizer.json").exists()
+    assert sources._problem(folder) is None
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        (folder / name).rename(tmp_path / name)
+        assert sources._problem(folder) == f"it has no {'*.safetensors' if name.startswith('model') else name}"
+        (tmp_path / name).rename(folder / name)
 
     settings = ModelConfig(source=str(gguf), cache_dir=tmp_path)
     model, tokenizer = load_model(settings), load_tokenizer(settings)
     assert tokenizer.decode(tokenizer("the thing")["input_ids"]) == "the thing"
     assert model.stop_ids == {2}
+
+
+def not_rank_0_case(rank: int, world_size: int, gguf: Path, cache: Path) -> bool:
+    if rank == 1:
+        folder = sources.model_folder(str(gguf), cache)
+        assert (folder / "model.safetensors").exists()
+    return True
+
+
+def test_any_rank_of_a_group_may_be_the_one_that_converts(gguf: Path, tmp_path: Path) -> None:
+    assert run_ranks(not_rank_0_case, 2, (gguf, tmp_path), timeout_s=240.0) == [True, True]
 
 
 def test_a_converter_that_was_killed_leaves_nothing_that_counts(gguf: Path, tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Groups of our own launch, and groups that somebody else made and keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distkv.engine.engine import Engine
+from distkv.engine.launch import launched, make_groups
+from distkv.engine.model import load_model
+from distkv.engine.requests import Prompt
+from distkv.errors import ConfigError
+from distkv.layout import Layout
+from distkv.testing.processes import run_ranks
+from tests.engine import tiny
+
+GENEROUS = 240.0
+
+
+def two_replicas_case(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Four ranks of a program that is not ours: two engines over two ranks each, on its own default group."""
+    group, cache_group = make_groups(2, 30.0)
+    settings = tiny.config(folder, tp=2)
+    engine = Engine(settings, load_model(settings.model, group), cache_group=cache_group)
+    answers = []
+    if dist.get_rank(group) == 0:
+        for seed in (1, 1):
+            prompt = Prompt(tokens=tiny.tokens(40 + rank, seed))
+            answers.append(engine.generate([prompt])[0].token_ids)
+        engine.shutdown()
+    else:
+        engine.follow()
+    engine.close()
+    everyone = torch.tensor([rank])
+    dist.all_reduce(everyone)
+    return [engine.cache.stats().cached_tokens, int(everyone)], answers
+
+
+def test_engines_on_sub_groups_leave_the_world_as_it_was(tmp_path: Path) -> None:
+    folder = tiny.model_folder(tmp_path, "llama", kv_heads=4)
+    results = run_ranks(two_replicas_case, 4, (folder,), timeout_s=GENEROUS)
+    assert [numbers for numbers, _ in results] == [[32, 6]] * 4
+    assert results[0][1][0] == results[0][1][1]
+    assert results[2][1][0] == results[2][1][1]
+
+
+def owner_case(rank: int, world_size: int, theirs: bool) -> bool:
+    if theirs:
+        dist.init_process_group("gloo")
+    with launched(Layout.from_environment(), world_size, 30.0) as ranks:
+        assert (ranks.rank, ranks.size) == (rank, world_size)
+        assert ranks.cache_group is not None
+        assert len(ranks.cache_group.exchange(b"x")) == world_size
+    return dist.is_initialized()
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_only_a_group_of_our_own_is_destroyed(theirs: bool) -> None:
+    assert run_ranks(owner_case, 2, (theirs,), backend=None, timeout_s=GENEROUS) == [theirs] * 2
+
+
+def test_one_rank_needs_no_group_and_a_wrong_number_is_named() -> None:
+    with launched(Layout(), 1, 30.0) as ranks:
+        assert ranks.tp_group is None
+    assert not dist.is_initialized()
+    with pytest.raises(ConfigError, match=r"is 3, but 1 process\(es\) were started"), launched(Layout(), 3, 30.0):
+        pass
