@@ -91,14 +91,17 @@ class Sequence:
     def tokens(self, start: int, stop: int) -> Pages:
         """A copy of the ids of named tokens ``start .. stop - 1``, int32."""
         at = len(self.chain)
-        if stop > self.named:
-            raise SequenceError(f"sequence {self.id!r} has {self.named} named tokens, not {stop}")
+        if not 0 <= start <= stop <= self.named:
+            raise SequenceError(f"sequence {self.id!r} has {self.named} named tokens, not {start} .. {stop - 1}")
         behind = np.frombuffer(bytes(self._names), "<i4")
         return np.concatenate([self.chain.slice(start, min(stop, at)), behind[max(0, start - at) : max(0, stop - at)]])
 
     def slots(self, start: int, stop: int) -> Slots:
-        """Flat slots of opened tokens ``start .. stop - 1``, int64 [stop - start]."""
+        """Flat slots of opened tokens ``start .. stop - 1``, int64 [stop - start]. Raises SequenceError for others."""
         size = self._books.page_size
+        if self.ended or not 0 <= start <= stop <= self._opened:
+            raise SequenceError(f"sequence {self.id!r} has no slots {start} .. {stop - 1}: "
+                                + (f"it was {self.ended}" if self.ended else f"{self._opened} tokens are opened"))
         if stop - start == 1:
             return np.array([int(self._pages[start // size]) * size + start % size], np.int64)
         at = np.arange(start, stop, dtype=np.int64)

@@ -16,7 +16,7 @@ TestOneRank.settings = settings(max_examples=40 * EXAMPLES, stateful_step_count=
 
 def test_random_calls_agree_with_the_naive_model() -> None:
     happened: Counter[str] = Counter()
-    for seed in range(100 * EXAMPLES):
+    for seed in range(60 * EXAMPLES):
         stats = play(OneRank, seed).cache.stats()
         happened.update(evicted=stats.evicted, cascades=stats.cascades, cached=stats.cached_tokens,
                         refused=stats.refused, epochs=stats.epoch)

@@ -65,6 +65,21 @@ def test_the_loop_of_the_documentation() -> None:
     assert again.cached_tokens == 12
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 6), (4, 9), (-1, 2), (3, 2), (0, 10**12)])
+def test_slots_and_tokens_that_are_not_there(start: int, stop: int) -> None:
+    """Neither the slots of pages that are promised and not opened, nor those of pages given back."""
+    cache = solo()
+    sequence = admit(cache, "1", LONG[:5], output_limit=9)
+    sequence.open(5)
+    for call in (sequence.slots, sequence.tokens):
+        with pytest.raises(SequenceError):
+            call(start, stop)
+    assert sequence.slots(5, 5).tolist() == sequence.tokens(5, 5).tolist() == []
+    sequence.abort()
+    with pytest.raises(SequenceError):
+        sequence.slots(0, 1)
+
+
 def snapshot(cache: object, sequence: object) -> object:
     books = cache._books  # type: ignore[attr-defined]
     return (sequence.seq_len, sequence.committed, sequence.named, sequence.reserved,  # type: ignore[attr-defined]
