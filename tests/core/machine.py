@@ -356,11 +356,17 @@ def play(machine: type[OneRank], seed: int, steps: int = 150) -> OneRank:
         return [(rng.choice(stems) + bits(rng.randint(1, 5)), rng.randint(0, 5), rng.choice(scopes),
                  rng.choice([None] * 8 + [0, 1, 2]), rng.randint(0, 19), rng.randint(0, 19)) for _ in range(most)]
 
+    def twins() -> list[Any]:
+        """Two prompts in flight that compute the same pages: a live child then hangs below another's cold parent."""
+        (one,) = prompts(1)
+        return [one, (one[0] + bits(3), 2, one[2], None, 0, 9)]
+
     def any_one() -> int:
         return rng.randint(0, 99)
 
     calls: list[tuple[int, Callable[[], object]]] = [
         (20, lambda: run.step(prompts(rng.randint(0, 2) if len(run.queue) < 5 else 0), rng.randint(0, 79))),
+        (6, lambda: run.step(twins(), rng.randint(0, 79))),
         (5, lambda: run.in_step or run.begin_only(prompts(rng.randint(0, 2)), rng.randint(0, 79))),
         (25, lambda: run.advance(any_one(), bits(rng.randint(0, 6)), rng.random() < 0.4)),
         (5, lambda: run.prefill(any_one(), rng.randint(1, 9))),
