@@ -5,6 +5,7 @@ collective per step. Start with :class:`PrefixCache`; ``README.md`` has an examp
 """
 
 from distkv.cache import PrefixCache
+from distkv.chain import KeyChain
 from distkv.config import CacheConfig, Config, GroupConfig, PoolConfig, agreed_fields, from_mapping, load
 from distkv.encoding import content_digest
 from distkv.errors import (
@@ -25,7 +26,7 @@ from distkv.errors import (
     SequenceError,
 )
 from distkv.group import Group, LocalGroup, SoloGroup, Ticket
-from distkv.keys import Adapter, Fingerprint, KeyChain, Span
+from distkv.keys import Adapter, Fingerprint, Span
 from distkv.reasons import Reason
 from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
 from distkv.sequence import Sequence

@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distkv.books import Books
-from distkv.index import NO_PAGES, Match
-from distkv.keys import KeyChain, tag_of
+from distkv.chain import KeyChain
+from distkv.entries import NO_PAGES, Match
+from distkv.keys import tag_of
 from distkv.pages import Pages
 from distkv.request import Request
 

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from distkv.chain import KeyChain, Namer
+from distkv.entries import Match
 from distkv.errors import InvariantError, NoRoom
-from distkv.index import Match, PrefixIndex
-from distkv.keys import KeyChain, Namer, roll
+from distkv.index import PrefixIndex
+from distkv.keys import roll
 from distkv.pages import PagePool, Pages
 
 

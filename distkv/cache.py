@@ -7,10 +7,11 @@ from types import MappingProxyType
 
 from distkv.agreement import Agreement
 from distkv.books import Books
+from distkv.chain import KeyChain, Namer
 from distkv.config import Config
 from distkv.errors import DistKVError, GroupError, InvariantError, PeerFailed, SequenceError
 from distkv.group import Group, SoloGroup, Ticket
-from distkv.keys import Adapter, Fingerprint, Hash64, KeyChain, Namer, Span
+from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.request import Message, Request, StepResult
 from distkv.sequence import Sequence
 from distkv.start import agree_at_start

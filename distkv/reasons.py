@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from distkv.keys import KeyChain
+from distkv.chain import KeyChain
 from distkv.runs import Root, Run
 
 _LOOKED_AT = 64

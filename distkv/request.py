@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distkv.chain import KeyChain
 from distkv.errors import RequestError
-from distkv.keys import KeyChain
 from distkv.reasons import Reason
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from array import array
 
 import numpy as np
 
-from distkv.keys import TOKEN_BYTES, Adapter, KeyChain
+from distkv.chain import KeyChain
+from distkv.keys import TOKEN_BYTES, Adapter
 from distkv.pages import Pages
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distkv.books import Books, Call
+from distkv.chain import KeyChain
 from distkv.errors import SequenceError
-from distkv.keys import TOKEN_BYTES, KeyChain, tag_of, token_bytes
+from distkv.keys import TOKEN_BYTES, tag_of, token_bytes
 from distkv.pages import Pages
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from distkv.chain import Namer
 from distkv.config import Config, agreed_fields
 from distkv.errors import GroupMismatch
 from distkv.group import Group
-from distkv.keys import Namer
 
 
 def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:

@@ -161,6 +161,9 @@ def _missing(folder: Path) -> str | None:
 
 def _problem(folder: Path) -> str | None:
     """What is wrong with a converted folder, or None. Reads every byte: 0.2 s for 135 million parameters."""
+    missing = _missing(folder)
+    if missing is not None:
+        return f"it has no {missing}"
     try:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
         for name, digest in files.items():

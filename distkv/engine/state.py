@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distkv.cache import PrefixCache
+from distkv.chain import KeyChain
 from distkv.engine.handoff import NewRequest
 from distkv.engine.requests import Prompt
-from distkv.keys import Adapter, KeyChain
+from distkv.keys import Adapter
 from distkv.sequence import Sequence as CacheSequence
 
 __all__ = ["ConversationNames", "Pending", "Running"]

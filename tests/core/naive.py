@@ -102,7 +102,7 @@ def contents(index: PrefixIndex) -> dict[Prefix, tuple[int, int]]:
         last: Prefix = (at.identity,)
         for part in reversed(path):
             for i, page in enumerate(part.pages):
-                size = index.page_bytes
+                size = index.entries.page_bytes
                 tokens = memoryview(bytes(part.tokens[i * size : (i + 1) * size])).cast("i")
                 last = (*last, (tuple(tokens), (part.extras or {}).get(part.start + i)))
                 found[last] = (page, int(index.recency.stamp[page]))

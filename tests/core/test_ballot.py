@@ -11,7 +11,7 @@ from distkv import Fingerprint, Request
 from distkv import ballot as ballots
 from distkv.ballot import NEUTRAL, Ballot, Decision, Pending, Vector, decide, encode, fault
 from distkv.books import Books
-from distkv.keys import Namer
+from distkv.chain import Namer
 from tests.core.helpers import EXAMPLES
 
 SLOTS = 4

@@ -14,12 +14,13 @@ import distkv
 from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
-SANS_IO = ["encoding", "keys", "runs", "index", "policy", "reasons", "pages", "books", "sequence", "request", "ballot",
+SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "reasons", "pages", "books", "sequence", "request", "ballot",
            "agreement", "stats", "errors"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "_settings"]
-LAYERS = [["keys", "encoding", "config", "errors", "_settings"], ["pages", "runs"], ["policy", "reasons"], ["index"],
+LAYERS = [["keys", "encoding", "config", "errors", "_settings"], ["chain"], ["pages"], ["runs"],
+          ["entries", "policy", "reasons"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot"], ["group", "agreement"], ["torch_group", "start"],
           ["cache"]]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from distkv import KeyChain, KeyNamingError, Span
-from distkv.keys import Namer
+from distkv.chain import Namer
 from tests.core.helpers import EXAMPLES, FINGERPRINT
 
 IDS = st.lists(st.integers(0, 2), max_size=9)

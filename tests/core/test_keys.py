@@ -17,8 +17,9 @@ import torch
 import xxhash
 
 from distkv import Adapter, Fingerprint, KeyChain, KeyNamingError, Span, content_digest
+from distkv.chain import Namer
 from distkv.encoding import encode
-from distkv.keys import Namer, token_bytes
+from distkv.keys import token_bytes
 
 FINGERPRINT = Fingerprint(model="golden", weights_version="1", tokenizer="t", tp=2, sp=1, dtype="float32",
                           kv_layout="l", attention="a", positions="p")

@@ -12,8 +12,8 @@ from typing import Any
 
 from distkv import ballot as ballots
 from distkv.agreement import Agreement
+from distkv.entries import NO_PAGES
 from distkv.errors import NoRoom
-from distkv.index import NO_PAGES
 
 
 @contextmanager

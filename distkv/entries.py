@@ -1,0 +1,235 @@
+"""The entries of the index: a dictionary from keys to pages, runs, and their roots. Only structure, no policy.
+
+A dictionary nominates a page for a key; tokens, extras and parent links then decide. Entries are stored as runs
+(:mod:`distkv.runs`), so that verifying a prefix of a thousand pages is a few memcmp calls up to the root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from distkv.chain import KeyChain
+from distkv.errors import InvariantError
+from distkv.keys import TOKEN_BYTES
+from distkv.pages import Pages
+from distkv.runs import Root, Run
+
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest indexed prefix of a chain, verified. Owns nothing: own or hold ``pages`` before the next call."""
+
+    pages: Pages = field(default_factory=lambda: NO_PAGES)
+    """Device pages, int32 [n], in chain order. Read-only."""
+    leaf: Run | None = None
+    """The run of the last page."""
+    used: int = 0
+    """How many entries of ``leaf`` belong to the match."""
+    collided: bool = False
+    """Whether a key named a page with other content on the way."""
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+class Entries:
+    """Which key names which page, and which run has it. Prefix-closed: an entry is present only if its parent is.
+
+    Owns the structure and nothing else: who owns a page, and what is dropped when, is the business of
+    :class:`distkv.index.PrefixIndex`, which alone changes it.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self.page_bytes = TOKEN_BYTES * page_size
+        self.page_of: dict[int, int] = {}
+        self.run_of: npt.NDArray[np.int32] = np.full(pages, -1, np.int32)
+        self.runs: list[Run | None] = []
+        self.roots: dict[bytes, Root] = {}
+        self._free_slots: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.page_of)
+
+    def run_with(self, page: int) -> Run | None:
+        """The run that has this page."""
+        slot = self.run_of[page]
+        return self.runs[slot] if slot >= 0 else None
+
+    # ---- lookup
+
+    def match(self, chain: KeyChain, limit: int) -> Match:
+        """The longest indexed prefix of ``chain`` of at most ``limit`` pages. Changes nothing."""
+        n = self._nominated(chain.keys, min(limit, chain.pages))
+        if not n:
+            return Match()
+        return self._verified(chain, n) or replace(self._walked(chain, n), collided=True)
+
+    def _nominated(self, keys: list[int], n: int) -> int:
+        """How many leading keys are in the dictionary, by bisection: entries are prefix-closed."""
+        known = self.page_of
+        if not n or keys[0] not in known:
+            return 0
+        if keys[n - 1] in known:
+            return n
+        low, high = 1, n - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in known:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def entry(self, key: int, position: int) -> tuple[Run, int] | None:
+        """The run and offset of the entry that ``key`` names, if it lies at this chain position."""
+        page = self.page_of.get(key)
+        if page is None:
+            return None
+        run = self.runs[self.run_of[page]]
+        assert run is not None
+        offset = position - run.start
+        return (run, offset) if 0 <= offset < len(run) and run.pages[offset] == page else None
+
+    def _verified(self, chain: KeyChain, n: int) -> Match | None:
+        """The match of ``n`` pages, climbing from its last page to the root; None if anything on the way differs."""
+        entry = self.entry(chain.keys[n - 1], n - 1)
+        if entry is None:
+            return None
+        leaf, used = entry[0], entry[1] + 1
+        parts = []
+        run, take = leaf, used
+        while True:
+            if not run.has(chain, take):
+                return None
+            parts.append(run.pages if take == len(run) else run.pages[:take])
+            parent = run.parent
+            if isinstance(parent, Root):
+                break
+            run, take = parent, len(parent)
+        if parent.identity != chain.root:
+            return None
+        parts.reverse()
+        return Match(np.frombuffer(b"".join(parts), np.int32), leaf, used)
+
+    def _walked(self, chain: KeyChain, n: int) -> Match:
+        """The longest verified prefix, page by page from the root: after a collision of the 64-bit keys."""
+        root = self.roots.get(chain.root)
+        last: Run | Root | None = root
+        pages: list[int] = []
+        for position in range(n):
+            entry = self.entry(chain.keys[position], position)
+            if entry is None:
+                break
+            run, offset = entry
+            follows = run.parent is last if offset == 0 else run is last
+            if not follows or not self._same_page(chain, run, offset):
+                break
+            pages.append(run.pages[offset])
+            last = run
+            if offset + 1 < len(run):
+                continue
+        if not pages or not isinstance(last, Run):
+            return Match()
+        return Match(np.array(pages, np.int32), last, len(pages) - last.start)
+
+    def _same_page(self, chain: KeyChain, run: Run, offset: int) -> bool:
+        at, position = offset * self.page_bytes, run.start + offset
+        same = chain.buffer.startswith(run.tokens[at : at + self.page_bytes], position * self.page_bytes)
+        return same and (run.extras or {}).get(position) == chain.extras.get(position)
+
+    # ---- structure
+
+    def run_to_extend(self, chain: KeyChain, found: Match) -> Run:
+        """The run that the pages behind the match are appended to: the matched leaf, or a new branch."""
+        leaf = found.leaf
+        if leaf is None:
+            root = self.roots.get(chain.root)
+            if root is None:
+                root = self.roots[chain.root] = Root(chain)
+            return self._new_run(root, 0)
+        if found.used < len(leaf):
+            tail = leaf.split_off(found.used, self._new_slot())
+            self.runs[tail.slot] = tail
+            self.run_of[tail.page_ids()] = tail.slot
+        elif not leaf.children:
+            return leaf
+        return self._new_run(leaf, leaf.end)
+
+    def _new_run(self, parent: Run | Root, start: int) -> Run:
+        run = Run(self._new_slot(), parent, start)
+        self.runs[run.slot] = run
+        if parent.children is None:
+            parent.children = {}
+        parent.children[run.slot] = run
+        return run
+
+    def _new_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self.runs.append(None)
+        return len(self.runs) - 1
+
+    def remove(self, run: Run, keep: int) -> tuple[Pages, list[int], Run | Root]:
+        """Takes the entries behind the first ``keep`` off a run without children, and the run too if none is left.
+
+        Returns their pages and keys, and the run (or root) that ends here now.
+        """
+        pages, keys = run.page_ids(keep), run.keys[keep:]
+        for key in keys:
+            del self.page_of[key]
+        self.run_of[pages] = -1
+        if keep:
+            run.cut(keep)
+            return pages, keys, run
+        parent = run.parent
+        assert parent.children is not None
+        del parent.children[run.slot]
+        self.runs[run.slot] = None
+        self._free_slots.append(run.slot)
+        if isinstance(parent, Root) and not parent.children:
+            del self.roots[parent.identity]
+        return pages, keys, parent
+
+    def check(self) -> list[Run]:
+        """Indexed = reachable, keys and pages agree both ways, parents and children agree. Returns all runs."""
+        reached: dict[int, int] = {}
+        found: list[Run] = []
+        stack: list[Run] = []
+        for root in self.roots.values():
+            stack.extend(root.children.values())
+            if not root.children or any(run.start or run.parent is not root for run in root.children.values()):
+                raise InvariantError("a root without runs, or a first run that does not begin at 0")
+        while stack:
+            run = stack.pop()
+            found.append(run)
+            children = (run.children or {}).values()
+            stack.extend(children)
+            misplaced = any(c.parent is not run or c.start != run.end for c in children)
+            if self.runs[run.slot] is not run or not len(run) or misplaced:
+                raise InvariantError(f"{run} is empty, unregistered, or a child disagrees")
+            if len(run.tokens) != len(run) * self.page_bytes or len(run.keys) != len(run):
+                raise InvariantError(f"{run} has tokens, keys and pages of different lengths")
+            for key, page in zip(run.keys, run.pages, strict=True):
+                reached[key] = page
+                if self.run_of[page] != run.slot:
+                    raise InvariantError(f"page {page} of {run} does not know its run")
+        if reached != self.page_of:
+            raise InvariantError("the dictionary and the reachable entries differ")
+        if int(np.count_nonzero(self.run_of >= 0)) != len(reached):
+            raise InvariantError("a page knows a run that does not have it")
+        return found
+
+
+def path_to(leaf: Run, used: int) -> Pages:
+    """The pages from the root to entry ``used - 1`` of ``leaf``."""
+    parts = [leaf.pages[:used]]
+    above = leaf.parent
+    while isinstance(above, Run):
+        parts.append(above.pages)
+        above = above.parent
+    return np.frombuffer(b"".join(reversed(parts)), np.int32)
