@@ -124,13 +124,17 @@ class Engine:
         except DistKVError:
             for name in names:
                 self.abort(name)
-            self._ended.clear()
+            self._ended = [c for c in self._ended if c.id not in names]
             raise
-        missing, done = set(names), {}
-        while missing:
+        done: dict[str, Completion] = {}
+        others: list[Completion] = []
+        while len(done) < len(names):
             for completion in self.step():
-                done[completion.id] = completion
-                missing.discard(completion.id)
+                if completion.id in names:
+                    done[completion.id] = completion
+                else:
+                    others.append(completion)
+        self._ended = others + self._ended  # the next step returns what was submitted apart
         return [done[name] for name in names]
 
     def shutdown(self) -> None:
@@ -146,8 +150,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is queued, waiting or running (on rank 0; elsewhere: waiting or running)."""
-        return bool(self._pending)
+        """Whether a request is queued, waiting or running, or has ended and was not returned by a step yet."""
+        return bool(self._pending or self._ended)
 
     # ---- every rank: one step
 
@@ -253,7 +257,7 @@ class Engine:
                 keep.append(at - 1)
         logits = self.model.forward(Batch.build(self.pool, rows, self.model.dtype), keep)
         if self.recording is not None:
-            self.recording.ran(chunks, tables, sampled, logits)
+            self.recording.ran(chunks, [ids for ids, *_ in rows], tables, sampled, logits)
         tokens = dict(zip(sampled, greedy(logits), strict=True))
         for i, chunk in enumerate(chunks):
             self._commit(chunk, tokens.get(i))
@@ -320,4 +324,5 @@ def _runnable(name: str, running: Running) -> Runnable:
 def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:
     return Fingerprint(
         model=model.identity, tp=model.tp_size, dtype=config.model.dtype, attention="distkv-engine-sdpa",
+        kv_layout="layers,planes,pages,tokens,heads,dim",
     )  # fmt: skip

@@ -40,7 +40,7 @@ class RecordedRequest:
     cached_tokens: int
     origin: tuple[tuple[Place, ...], ...]
     tokens: np.ndarray
-    """int32: the prompt, and once it has ended all tokens."""
+    """int32: the prompt and what was computed behind it; once it has ended, all tokens."""
     computed: list[Place] = field(default_factory=list)
     logits: dict[int, int] = field(default_factory=dict)
     """Position -> hash of the logits that were taken there."""
@@ -68,12 +68,22 @@ class Recording:
         origin = tuple(tuple(self._writers.get(int(page), ())) for page in pages[:cached])
         self.requests[request_id] = RecordedRequest(request_id, len(tokens), cached_tokens, origin, tokens.copy())
 
-    def ran(self, chunks: Sequence[Chunk], tables: Sequence[np.ndarray], sampled: Sequence[int],
-            logits: torch.Tensor) -> None:  # fmt: skip
-        """A batch: chunks with their page tables, the numbers of the chunks sampled, and one row of logits for each."""
+    def ran(
+        self,
+        chunks: Sequence[Chunk],
+        ids: Sequence[np.ndarray],
+        tables: Sequence[np.ndarray],
+        sampled: Sequence[int],
+        logits: torch.Tensor,
+    ) -> None:
+        """A batch: token ids and page table of each chunk, numbers of the chunks sampled, a row of logits for each."""
         number, size = len(self.batches), self.pool.page_size
         for i, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
-            self.requests[chunk.request_id].computed.append((number, i))
+            request = self.requests[chunk.request_id]
+            request.computed.append((number, i))
+            new = ids[i][max(0, len(request.tokens) - chunk.start) :]
+            if len(new):
+                request.tokens = np.concatenate([request.tokens, new])
             for index in range(chunk.start // size, (chunk.start + chunk.n - 1) // size + 1):
                 page = int(table[index])
                 if chunk.start <= index * size:

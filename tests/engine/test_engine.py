@@ -116,6 +116,14 @@ def test_a_prompt_that_cannot_be_run_is_refused_at_once(engine: Engine, given: d
     assert engine.generate([Prompt(tokens=[5, 6])])[0].finish_reason == "length"
 
 
+def test_generate_leaves_what_was_submitted_apart_to_the_next_step(engine: Engine) -> None:
+    engine.submit(Prompt(tokens=tiny.tokens(20, 1), id="apart", output_limit=2))
+    assert engine.generate([Prompt(tokens=tiny.tokens(20, 2), output_limit=6)])[0].finish_reason == "length"
+    assert engine.busy
+    assert [c.id for c in engine.step()] == ["apart"]
+    assert not engine.busy
+
+
 def test_an_id_in_use_is_refused(engine: Engine) -> None:
     engine.submit(Prompt(tokens=[5], id="a"))
     with pytest.raises(DuplicateRequest):

@@ -55,6 +55,27 @@ def test_cached_bits_are_those_of_an_uncached_run(folders: Folders, kind: str, k
         assert report.requests == len(recording_of(engine).requests)
 
 
+def test_pages_of_requests_that_run_or_were_aborted_have_the_same_bits(folders: Folders) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4), index_on="fill", output_limit=40))
+    prompt = tiny.tokens(40, 1)
+    engine.submit(Prompt(tokens=prompt, id="aborted"))
+    engine.submit(Prompt(tokens=tiny.tokens(30, 2), id="mate"))
+    for _ in range(30):
+        engine.step()
+    tokens = engine._running["aborted"].tokens[:66].copy()
+    engine.submit(Prompt(tokens=tokens, id="reader", output_limit=3))
+    for _ in range(2):
+        engine.step()
+    engine.abort("aborted")
+    while engine.busy:
+        engine.step()
+    requests = recording_of(engine).requests
+    assert requests["reader"].cached_tokens == 64, "generated text of a request that still ran"
+    assert requests["aborted"].pages is None
+    report = checked(engine)
+    assert (report.requests, report.differences) == (2, ())
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_an_uncached_engine_that_replays_the_schedule_gives_the_same_bits(folders: Folders, kind: str) -> None:
     settings = tiny.config(folders(kind, 12))

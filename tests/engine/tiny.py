@@ -37,10 +37,12 @@ def model_folder(folder: Path, kind: str, *, kv_heads: int = 12, layers: int = 2
     return folder
 
 
-def config(folder: Path, *, tp: int = 1, pages: int = 64, dtype: str = "float32", **engine: Any) -> ServeConfig:
+def config(
+    folder: Path, *, tp: int = 1, pages: int = 64, dtype: str = "float32", index_on: str = "finish", **engine: Any
+) -> ServeConfig:
     """Pages of 16 tokens, and checked books."""
     return ServeConfig(
-        cache=CacheConfig(page_size=PAGE),
+        cache=CacheConfig(page_size=PAGE, index_on=index_on),
         pool=PoolConfig(pages=pages, check=True),
         model=ModelConfig(source=str(folder), dtype=dtype),
         parallel=ParallelConfig(tp=tp),
