@@ -10,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from distkv.engine import quickstart
 from distkv.engine.quickstart import main
+from distkv.engine.record import Recording
 from tests.engine import tiny
 
 GENEROUS = 240.0
@@ -82,6 +85,27 @@ def test_a_file_too_short_to_share_a_page_says_so(
     file = messages(home, [("user", "A?")])
     assert main([str(home / "tp1.yaml"), "--messages", str(file)]) == 0
     assert "Nothing came from the cache, so this proves nothing" in capsys.readouterr().out
+
+
+class Damaging(Recording):
+    """Changes one element of a cached page in the pool when a request is given it."""
+
+    def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
+        super().admitted(request_id, tokens, cached_tokens, pages)
+        if cached_tokens:
+            self.pool.data[1, 1, int(pages[1]), 3, 0, 0] += 1e-6
+
+
+def test_one_damaged_element_makes_the_exit_code_1(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "Recording", Damaging)
+    file = messages(home, [SYSTEM, ("user", "The first?"), ("user", "The second?")])
+    assert main([str(home / "tp1.yaml"), "--messages", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "request 'line-1/2/on', rank 0: page 1 (cached), layer 1, values differ" in out
+    assert re.search(r"^line-1 +1 .* yes$", out, re.M)
+    assert re.search(r"^line-1 +2 .* NO$", out, re.M)
 
 
 def test_a_wrong_line_ends_every_rank_with_one_message(home: Path) -> None:
