@@ -527,6 +527,8 @@ def test_ranks_in_threads() -> None:
     assert sum(cached[0]) > 0
     for cache in caches:
         cache.check()
+    meeting = caches[0]._group._meeting  # type: ignore[attr-defined]
+    assert not (meeting.deposits or meeting.minima or meeting.readers), "nothing is kept of rounds that are over"
 
 
 def test_a_rank_that_leaves() -> None:
