@@ -39,6 +39,7 @@ class Agreement:
         self.heartbeat = heartbeat
         self.smallest_pool = smallest_pool
         self.queue: list[Pending] = []
+        self._waiting: dict[str, Pending] = {}  # those of the queue that are not aborted, by id
         self.running: dict[str, Sequence] = {}
         self.counters = Counters()
         self.reasons: Counter[Reason] = Counter()
@@ -65,6 +66,7 @@ class Agreement:
         error = self._why_refused(pending)
         if error is None:
             self.queue.append(pending)
+            self._waiting[request.id] = pending
         else:
             self.counters.refused += 1
             self._refused.append(Refused(request.id, error))
@@ -77,11 +79,16 @@ class Agreement:
             return
         # The same note as Sequence.abort: the ranks may hear of it before or after the end of a step.
         self.books.note(Call.ABORT, tag_of(request_id))
-        for pending in self.queue:
-            if pending.request.id == request_id:
-                pending.aborted = True
-        if self.ballot is None:
-            self._drop_aborted()
+        pending = self._waiting.pop(request_id, None)
+        if pending is not None:
+            pending.aborted = True
+            if self.ballot is None:
+                self.queue.remove(pending)
+
+    def forget_waiting(self) -> None:
+        """Nothing waits any more, on this rank: for closing."""
+        self.queue.clear()
+        self._waiting.clear()
 
     def next_epoch(self, weights_version: str | None) -> None:
         """A reset, or with a version a weights bump: matches of the ballot in flight count 0 at commit."""
@@ -142,6 +149,8 @@ class Agreement:
             raise self._fault
         queue = self.queue[: self.queue_slots]
         self.books.note(Call.STEP, self.ballot.step, self.ballot.epoch, *(pending.tag for pending in queue))
+        for pending in queue:
+            pending.ballots += 1
         ballots.fill(self.ballot, self.books, queue)
         return ballots.encode(self.ballot, self.books.digest, self.queue_slots)
 
@@ -191,8 +200,8 @@ class Agreement:
         request_id = pending.request.id
         if pending.total > self.smallest_pool:
             return RequestTooLarge(request_id, pending.total, self.smallest_pool)
-        waiting = any(p.request.id == request_id and not p.aborted for p in self.queue)
-        return DuplicateRequest(request_id) if waiting or request_id in self.running else None
+        taken = request_id in self._waiting or request_id in self.running
+        return DuplicateRequest(request_id) if taken else None
 
     def _raise_faults(self, ballot: Ballot, minimum: Vector) -> None:
         failed = ballots.failed_rank(minimum)
@@ -212,6 +221,8 @@ class Agreement:
         ballot.let_go(self.books)
         for row, _ in admitted:
             self.queue.remove(row.pending)
+            if not row.pending.aborted:
+                del self._waiting[row.pending.request.id]
         self._drop_aborted()
         ready = tuple(self._admit(row, pages, void) for row, pages in granted)
         self._leftover = decision.leftover
@@ -246,7 +257,7 @@ class Agreement:
             return Reason.NOT_READ
         if void:
             return Reason.OLD_WEIGHTS
-        cap = pending.request.matched_cap
+        cap = pending.cap
         whole = (len(pending.chain) - 1) // self.books.page_size
         if agreed < len(match) or (cap is not None and agreed == cap < whole):
             return Reason.GROUP_MINIMUM

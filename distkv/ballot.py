@@ -55,6 +55,8 @@ class Pending:
     total: int
     """``T``: pages for prompt and output limit."""
     tag: int
+    ballots: int = 0
+    """How many ballots it has been in."""
     aborted: bool = False
     """Aborted while the ballot was in flight: decided upon as if it were not, then let go."""
 
@@ -66,12 +68,19 @@ class Pending:
 
     @property
     def limit(self) -> int:
-        """Most pages that may be matched: at least one prompt token is always left to compute."""
+        """Most pages that may be matched: at least one prompt token is always left to compute.
+
+        Rank 0's cap is from when the request was handed over, so it holds for the first ballot only.
+        """
         if not self.request.read:
             return 0
         whole = (len(self.chain) - 1) // self.chain.namer.page_size
-        cap = self.request.matched_cap
-        return whole if cap is None else min(whole, cap)
+        return whole if self.cap is None else min(whole, self.cap)
+
+    @property
+    def cap(self) -> int | None:
+        """Rank 0's cap, while it holds."""
+        return self.request.matched_cap if self.ballots <= 1 else None
 
 
 @dataclass(slots=True)

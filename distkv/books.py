@@ -35,7 +35,7 @@ class Owner(Protocol):
     """What the books need to know of a sequence to recount its pages."""
 
     @property
-    def page_indices(self) -> Pages: ...
+    def owned_pages(self) -> Pages: ...
     @property
     def reserved(self) -> int: ...
 
@@ -96,11 +96,6 @@ class Books:
         self.reserved -= n
         return self.pool.take(n)
 
-    def give_back(self, pages: Pages) -> None:
-        """Pages that were opened and never committed go back into the reservation."""
-        self.pool.disown(pages)
-        self.reserved += len(pages)
-
     def used(self, pages: Pages) -> None:
         """A match was used: one hit."""
         self.index.recency.tick()
@@ -152,7 +147,7 @@ class Books:
         self.pool.check()
         self.index.check()
         owners = np.zeros(self.pool.total, np.int32)
-        for pages in [s.page_indices for s in sequences] + [pages for _, pages in self._retiring]:
+        for pages in [s.owned_pages for s in sequences] + [pages for _, pages in self._retiring]:
             np.add.at(owners, pages, 1)
         if not np.array_equal(owners, self.pool.owners):
             wrong = np.flatnonzero(owners != self.pool.owners)

@@ -61,7 +61,12 @@ class PrefixCache:
     # ---- calls that all ranks make in the same order
 
     def submit(self, request: Request) -> None:
-        """Puts a request at the end of the queue. What can never run shows up as refused in the next result."""
+        """Puts a request at the end of the queue. What can never run shows up as refused in the next result.
+
+        After an error that ended the group, or ``close``, it raises that error: nothing would ever admit it.
+        """
+        if self._broken is not None:
+            raise self._broken
         self._agreement.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -94,7 +99,9 @@ class PrefixCache:
         """Applies the message, fills this rank's ballot and enters the collective, if the step needs one.
 
         It does not raise for what fails on this rank alone: that is voted as a fault, and :meth:`end_step` raises
-        PeerFailed on every rank. After an error that ended the group it raises that error again.
+        PeerFailed on every rank. A lookup that failed leaves no trace, and the group goes on; a message that could be
+        applied on some ranks only makes them differ, and the next ballot ends the group with GroupDivergence. After
+        an error that ended the group it raises that error again.
         """
         if self._broken is not None:
             raise self._broken
@@ -173,7 +180,7 @@ class PrefixCache:
         """Aborts what waits and runs, on this rank only; every further step raises. The group is left as it is."""
         for sequence in list(self._agreement.running.values()):
             sequence.abort()
-        self._agreement.queue.clear()
+        self._agreement.forget_waiting()
         self._break(SequenceError("the cache was closed"))
 
     def _break(self, error: DistKVError) -> None:

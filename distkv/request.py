@@ -26,7 +26,7 @@ class Request:
     output_limit: int
     """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission."""
     matched_cap: int | None = None
-    """Rank 0's own matched length in pages (``cache.peek``), which caps the lookup on every rank."""
+    """Rank 0's own matched length in pages (``cache.peek``), which caps every rank's lookup for the first ballot."""
     read: bool = True
     """False: nothing is taken from the cache."""
     write: bool = True

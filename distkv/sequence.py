@@ -53,7 +53,8 @@ class Sequence:
         self._tag = tag_of(request.id)
         self._pages = np.empty(total, np.int32)
         self._pages[: len(matched)] = matched
-        self._n_pages = len(matched)
+        self._n_pages = len(matched)  # those that the opened tokens fill
+        self._n_owned = len(matched)  # and those that truncated tokens have left: kept for the next open
         self._opened = self._committed = self.cached_tokens
         self._names = bytearray()  # ids behind the chain's end that are named and not committed
         self._stored = len(matched)
@@ -68,6 +69,11 @@ class Sequence:
     def page_indices(self) -> Pages:
         """Page ids in order, int32 [pages]. Valid until the next call on this sequence; not to be modified."""
         return self._pages[: self._n_pages]
+
+    @property
+    def owned_pages(self) -> Pages:
+        """``page_indices`` and the pages behind them that truncated tokens have left, int32. Not to be modified."""
+        return self._pages[: self._n_owned]
 
     @property
     def seq_len(self) -> int:
@@ -120,16 +126,18 @@ class Sequence:
         if n < 1:
             raise SequenceError(f"open needs at least 1 token, not {n}")
         end = self._opened + n
-        more = -(-end // self._books.page_size) - self._n_pages
+        pages = -(-end // self._books.page_size)
+        more = pages - self._n_owned
         if more > self.reserved:
             raise SequenceError(
                 f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s), "
                 f"and {self.reserved} are reserved (prompt {self.prompt_tokens} + limit {self.request.output_limit})"
             )
         if more > 0:
-            self._pages[self._n_pages : self._n_pages + more] = self._books.take(more)
-            self._n_pages += more
+            self._pages[self._n_owned : pages] = self._books.take(more)
+            self._n_owned = pages
             self.reserved -= more
+        self._n_pages = pages
         start, self._opened = self._opened, end
         self._books.note(Call.OPEN, self._tag, n)
         return self.slots(start, end)
@@ -164,17 +172,15 @@ class Sequence:
     def truncate(self, n: int) -> None:
         """Takes back the last ``n`` opened tokens, their slots and (behind the prompt) their names.
 
-        Raises SequenceError, with nothing taken back, if one of them is committed.
+        Their pages stay the sequence's, for its next tokens: they were promised to it, and a forward in flight may
+        still write them. Raises SequenceError, with nothing taken back, if one of the tokens is committed.
         """
         self._must_run("truncate")
         if not 0 <= n <= self._opened - self._committed:
             raise SequenceError(f"sequence {self.id!r} cannot take back {n} tokens: "
                                 f"{self._opened - self._committed} are opened and not committed")
         self._opened -= n
-        keep = -(-self._opened // self._books.page_size)
-        self._books.give_back(self._pages[keep : self._n_pages])
-        self.reserved += self._n_pages - keep
-        self._n_pages = keep
+        self._n_pages = -(-self._opened // self._books.page_size)
         if n:
             del self._names[TOKEN_BYTES * max(0, self._opened - len(self.chain)) :]
         self._books.note(Call.TRUNCATE, self._tag, n)
@@ -212,7 +218,8 @@ class Sequence:
 
     def _end(self, how: str) -> None:
         self.ended = how
-        pages, self._n_pages = self.page_indices, 0
+        pages = self.owned_pages
+        self._n_pages = self._n_owned = 0
         reserved, self.reserved = self.reserved, 0
         self._books.release(pages, reserved)
         self._on_end(self)

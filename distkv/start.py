@@ -10,6 +10,9 @@ from distkv.config import Config, agreed_fields
 from distkv.errors import GroupMismatch
 from distkv.group import Group
 
+_PROBE = "key function (key of a probe)"
+_NAMING = ("cache.page_size", "cache.key_function")
+
 
 def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:
     """Compares the agreed fields and a probe key over the group, in one exchange.
@@ -19,7 +22,7 @@ def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int
     """
     fields = agreed_fields(config)
     fields |= {f"fingerprint.{name}": str(value) for name, value in asdict(namer.fingerprint).items()}
-    fields["key function (key of a probe)"] = namer.probe()
+    fields[_PROBE] = namer.probe()
     mine = json.dumps({"fields": fields, "pages": usable_pages}, sort_keys=True).encode()
     all_ranks = [json.loads(data) for data in group.exchange(mine)]
     names = sorted({name for rank in all_ranks for name in rank["fields"]})
@@ -28,9 +31,10 @@ def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int
         values = [str(rank["fields"].get(name, "(not there)")) for rank in all_ranks]
         if len(set(values)) > 1:
             differing[name] = values
-    # The probe covers the fingerprint and the page size: name it only when nothing else explains it.
-    if len(differing) > 1:
-        differing.pop("key function (key of a probe)", None)
+    # The probe's key follows from these fields: it is named only if none of them explains it.
+    explained = any(name.startswith("fingerprint.") or name in _NAMING for name in differing)
+    if explained:
+        differing.pop(_PROBE, None)
     if differing:
         raise GroupMismatch(differing, rank=group.rank)
     return min(int(rank["pages"]) for rank in all_ranks)

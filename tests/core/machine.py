@@ -46,6 +46,7 @@ class OneRank(RuleBasedStateMachine):
         self.rows: list[tuple[Request, list[int], list[int], int]] | None = None
         self.room = self.left = self.steps = self.epoch = self.row_epoch = self.names = self.weights = 0
         self.gone: set[str] = set()
+        self.seen: set[str] = set()
 
     # ---- the model
 
@@ -58,7 +59,7 @@ class OneRank(RuleBasedStateMachine):
     def recount(self) -> None:
         """Owner counts from the page tables, not from the pool."""
         self.naive.owners.clear()
-        for pages in [s.page_indices.tolist() for s in self.cache.running.values()] + [p for _, p in self.retiring]:
+        for pages in [s.owned_pages.tolist() for s in self.cache.running.values()] + [p for _, p in self.retiring]:
             self.naive.owners.update(pages)
 
     def model_begin(self) -> None:
@@ -67,8 +68,9 @@ class OneRank(RuleBasedStateMachine):
         for request in self.queue[: self.slots]:
             chain = self.renamed(request)
             limit = (len(chain) - 1) // self.size if request.read else 0
-            if request.matched_cap is not None:
+            if request.matched_cap is not None and request.id not in self.seen:
                 limit = min(limit, request.matched_cap)
+            self.seen.add(request.id)
             pages = self.naive.match(chain, limit)
             cold = [p for p in pages if self.naive.cold(p)]
             cold_held = sum(1 for p in self.naive.held if not self.naive.owners[p])
@@ -178,7 +180,7 @@ class OneRank(RuleBasedStateMachine):
     def model_abort(self, request_id: str, in_flight: bool) -> None:
         sequence = self.cache.running.get(request_id)
         if sequence is not None:
-            self.ended(sequence.page_indices.tolist())
+            self.ended(sequence.owned_pages.tolist())
         elif in_flight:
             self.gone.add(request_id)
         else:
@@ -216,7 +218,7 @@ class OneRank(RuleBasedStateMachine):
 
     def open(self, sequence: Sequence, n: int) -> None:
         before = sequence.seq_len
-        new = -(-(before + n) // self.size) - len(sequence.page_indices)
+        new = max(0, -(-(before + n) // self.size) - len(sequence.owned_pages))
         if self.exact and new > self.naive.free:
             self.naive.evict(new - self.naive.free)
         slots = sequence.open(n)
@@ -278,7 +280,7 @@ class OneRank(RuleBasedStateMachine):
         if sequence is not None:
             self.kv.expect(sequence)
             self.store(sequence, sequence.committed)
-            self.ended(sequence.page_indices.tolist())
+            self.ended(sequence.owned_pages.tolist())
             sequence.finish()
             self.recount()
 

@@ -633,3 +633,16 @@ def test_everything_between_begin_and_end() -> None:
     group.check()
     group.check_agreed()
     assert [[s.id for s in r.ready] for r in step(group)] == [["3"]] * 2  # type: ignore[union-attr]
+
+
+def test_a_cap_holds_for_the_first_ballot_only() -> None:
+    """Rank 0's match is from when the request was handed over; while it waits, more of it may be cached."""
+    cache = solo(pages=8)
+    serve(cache, "warm", LONG[:9])
+    (running,) = cache.step(Message(requests=(request(cache, "runs", [9] * 8),))).ready
+    capped = request(cache, "capped", LONG[:9], 1, matched_cap=1)
+    assert [(w.request_id, w.pages_short) for w in cache.step(Message(requests=(capped,))).waiting] == [("capped", 1)]
+    running.abort()
+    (sequence,) = cache.step().ready
+    assert sequence.cached_tokens == 8
+    cache.check()
