@@ -144,7 +144,7 @@ class InvariantError(DistKVError, AssertionError):
 
 
 class GroupError(DistKVError):
-    """Something about the group of ranks. ``step`` is the step number, or -1 at start."""
+    """Something about the group of ranks. ``step`` is the cache's step number, or -1 where there is none."""
 
     def __init__(self, message: str, *, rank: int, step: int) -> None:
         super().__init__(message)
@@ -169,6 +169,10 @@ class GroupMismatch(GroupError):
         self.values = values
 
 
+def _of(step: int) -> str:
+    return f" of step {step}" if step >= 0 else ""
+
+
 class PeerFailed(GroupError):
     """A rank could not fill its ballot; every rank raises this in the same step, and the group goes on.
 
@@ -190,7 +194,7 @@ class GroupTimeout(GroupError):
 
     def __init__(self, operation: str, seconds: float, *, rank: int, step: int) -> None:
         super().__init__(
-            f"{operation} of step {step} did not end within {seconds:g} s on rank {rank}: another rank is stopped, "
+            f"{operation}{_of(step)} did not end within {seconds:g} s on rank {rank}: another rank is stopped, "
             "stuck or gone. Look at the other ranks' logs; group.timeout_s sets the deadline",
             rank=rank,
             step=step,
@@ -204,7 +208,7 @@ class PeerLost(GroupError):
 
     def __init__(self, operation: str, detail: str, *, rank: int, step: int) -> None:
         super().__init__(
-            f"{operation} of step {step} lost a peer on rank {rank}: {detail}. Look at the other ranks' logs",
+            f"{operation}{_of(step)} lost a peer on rank {rank}: {detail}. Look at the other ranks' logs",
             rank=rank,
             step=step,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -13,11 +14,21 @@ from distkv.ballot import Vector
 from distkv.errors import GroupTimeout, PeerLost
 from distkv.group import Group, Ticket
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
+@contextmanager
+def named_failures(what: str, seconds: float, *, rank: int, step: int = -1) -> Iterator[None]:
+    """Around communication and nothing else: tells a deadline that passed from a connection that broke.
 
-T = TypeVar("T")
+    torch raises RuntimeError and its subclasses for both. Raises GroupTimeout or PeerLost instead.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            raise GroupTimeout(what, seconds, rank=rank, step=step) from error
+        detail = text.splitlines()[0].split(". This is typically")[0]
+        raise PeerLost(what, detail, rank=rank, step=step) from error
 
 
 class TorchGroup(Group):
@@ -43,15 +54,12 @@ class TorchGroup(Group):
         self.device = torch.device(device)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Two fixed-order collectives: the lengths, then the data padded to the longest."""
-        def run() -> list[bytes]:
-            lengths = self._gather(torch.tensor([len(data)], dtype=torch.int64))
-            longest = max(int(n) for n in lengths)
-            padded = torch.from_numpy(np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy())
-            rows = self._gather(padded)
-            return [bytes(row[: int(n)].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
-
-        return self.guarded(run, "the exchange at start", -1)
+        # The lengths first: data of other lengths is how ranks that were started differently show.
+        with named_failures("the exchange at start", self.timeout_s, rank=self.rank):
+            lengths = [int(n) for n in self._gather(torch.tensor([len(data)], dtype=torch.int64))]
+            padded = np.frombuffer(data.ljust(max(lengths), b"\0"), np.uint8).copy()
+            rows = self._gather(torch.from_numpy(padded))
+        return [row[:n].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mine = tensor.to(self.device)
@@ -63,29 +71,14 @@ class TorchGroup(Group):
 
     def start(self, vector: Vector, step: int) -> Ticket:
         tensor = torch.from_numpy(vector).to(self.device)
-        work = self.guarded(
-            lambda: dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True), "the ballot", step
-        )
+        with named_failures("the ballot", self.timeout_s, rank=self.rank, step=step):
+            work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
         assert work is not None
         return _TorchTicket(self, tensor, work, step)
 
     def wait_for(self, work: dist.Work) -> None:
-        """Waits within the deadline; the GPU's own clock counts under NCCL."""
-        if self.backend == "nccl":
-            work.wait(timedelta(seconds=self.timeout_s))
-            torch.cuda.current_stream(self.device).synchronize()
-        else:
-            work.wait(timedelta(seconds=self.timeout_s))
-
-    def guarded(self, call: Callable[[], T], what: str, step: int) -> T:
-        """``call()`` with torch's errors told apart: a deadline that passed, or a connection that broke."""
-        try:
-            return call()
-        except RuntimeError as error:  # DistBackendError and the plain RuntimeError that gloo raises
-            text = str(error)
-            if "timed out" in text.lower() or "timeout" in text.lower():
-                raise GroupTimeout(what, self.timeout_s, rank=self.rank, step=step) from error
-            raise PeerLost(what, text.splitlines()[0], rank=self.rank, step=step) from error
+        """Waits within the deadline. Under NCCL a timeout makes this block until the GPU is done, not only enqueue."""
+        work.wait(timedelta(seconds=self.timeout_s))
 
 
 class _TorchTicket(Ticket):
@@ -93,5 +86,7 @@ class _TorchTicket(Ticket):
         self._group, self._tensor, self._work, self._step = group, tensor, work, step
 
     def wait(self) -> Vector:
-        self._group.guarded(lambda: self._group.wait_for(self._work), "the ballot", self._step)
+        group = self._group
+        with named_failures("the ballot", group.timeout_s, rank=group.rank, step=self._step):
+            group.wait_for(self._work)
         return np.asarray(self._tensor.cpu().numpy())

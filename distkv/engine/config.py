@@ -22,6 +22,10 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = setting("float32", agreed=True)
     """The type of weights, activations and KV memory."""
 
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", agreed=True)
+    """Where the model and its KV memory lie. auto: this rank's GPU if the host has one for each of its ranks, else
+    the CPU."""
+
     cache_dir: Path | None = setting(None, agreed=False)
     """Where a GGUF file is kept once it is converted. null: distkv under $XDG_CACHE_HOME, or under ~/.cache."""
 
@@ -54,6 +58,9 @@ class EngineConfig(Section):
 
     cache: Literal["on", "off"] = setting("on", agreed=True)
     """off: every request neither reads from the cache nor writes to it; everything else is the same."""
+
+    idle_timeout_s: float = setting(600.0, agreed=True, above=0, high=31_536_000)
+    """Seconds that the other ranks wait for rank 0's next message before they take it for gone."""
 
     keep_conversations: int = setting(1024, agreed=True, low=0, high=1_000_000)
     """Conversations whose names are kept on every rank, so that a new turn hashes its new tokens alone."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from distkv.cache import PrefixCache
 from distkv.engine.attention import Batch
@@ -37,8 +38,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """One rank of the engine. Rank 0 takes requests; every rank calls :meth:`step` equally often.
 
-    The engine owns its pool and its cache. It does not own groups: ``model.tp_group`` carries the model's sums and
-    the hand-off, ``cache_group`` the cache's one collective, and neither is destroyed or reconfigured here.
+    The engine owns its pool and its cache. It does not own groups: ``model.tp_group`` carries the model's sums,
+    ``handoff_group`` (the same if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and none
+    is destroyed or reconfigured here.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
     """
 
@@ -49,6 +51,7 @@ class Engine:
         tokenizer: Any = None,
         *,
         cache_group: Group | None = None,
+        handoff_group: dist.ProcessGroup | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         if config.parallel.tp != model.tp_size:
@@ -60,7 +63,7 @@ class Engine:
         self.scheduler = scheduler or Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
         self.steps = 0
         self.closed = False
-        self._handoff = Handoff(model.tp_group)
+        self._handoff = Handoff(handoff_group or model.tp_group, config.engine.idle_timeout_s)
         self._rank = self._handoff.rank
         self._chains = ConversationNames(self.cache, config.engine.keep_conversations)
         self._backlog: deque[str] = deque()

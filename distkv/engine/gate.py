@@ -146,8 +146,8 @@ def _same_on_all_ranks(model: Model, recording: Recording) -> None:
         return
     plan = [(r.id, r.origin, r.computed) for r in recording.requests.values() if r.pages is not None]
     mine = xxhash.xxh3_64_intdigest(repr((plan, recording.batches)).encode()) >> 1
-    digests = [torch.zeros(1, dtype=torch.int64) for _ in range(model.tp_size)]
-    dist.all_gather(digests, torch.tensor([mine]), group=model.tp_group)
+    digests = [torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(model.tp_size)]
+    dist.all_gather(digests, torch.tensor([mine], device=model.device), group=model.tp_group)
     if any(int(d) != mine for d in digests):
         raise GateFailed("the ranks took pages of different origin from their caches; give all ranks equal pools, and "
                          "pools large enough for the run to be checked")  # fmt: skip

@@ -7,7 +7,8 @@ that fits (a step without news, an abort, a short prompt); a longer one is follo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distkv.errors import DistKVError
+from distkv.torch_group import named_failures
 
 __all__ = ["Handoff", "NewRequest", "News"]
 
@@ -80,10 +82,19 @@ _NOTHING = News()
 
 @dataclass
 class Handoff:
-    """Rank 0's messages to all ranks over ``group`` (None: one rank, nothing is sent)."""
+    """Rank 0's messages to all ranks over ``group`` (None: one rank, nothing is sent).
+
+    A rank that waits longer than ``timeout_s`` for a message raises GroupTimeout; a broken connection is PeerLost.
+    """
 
     group: dist.ProcessGroup | None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout_s: float = 600.0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's backend wants the bytes."""
+        nccl = self.group is not None and dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     @property
     def rank(self) -> int:
@@ -118,5 +129,8 @@ class Handoff:
 
     def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
         there = data.to(self.device)
-        dist.broadcast(there, group=self.group, group_src=0)
+        with named_failures("the hand-off from rank 0", self.timeout_s, rank=self.rank):
+            work = dist.broadcast(there, group=self.group, group_src=0, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=self.timeout_s))
         return there.cpu()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from distkv.errors import ConfigError
@@ -14,10 +16,9 @@ from distkv.group import Group
 from distkv.layout import Layout
 from distkv.torch_group import TorchGroup
 
-__all__ = ["Ranks", "launched", "make_groups"]
+__all__ = ["Ranks", "choose_device", "launched", "make_groups"]
 
-# Rank 0 may be busy between two messages (it reads a model, it waits for a user); what watches for dead
-# ranks is the cache's own deadline, and the launcher, which ends all processes when one ends.
+# Every wait of ours has a deadline of its own, shorter than this; torch's own is per group and cannot tell them apart.
 _LONG = timedelta(hours=12)
 
 
@@ -27,41 +28,68 @@ class Ranks:
 
     rank: int
     size: int
-    tp_group: dist.ProcessGroup | None
-    """For the engine: sums in the model, and the hand-off."""
-    cache_group: Group | None
-    """For the cache's collective: its own group, so that the two never wait for each other."""
+    device: torch.device
+    tp_group: dist.ProcessGroup | None = None
+    """For the sums in the model."""
+    handoff_group: dist.ProcessGroup | None = None
+    """For rank 0's messages, over the host."""
+    cache_group: Group | None = None
+    """For the cache's collective: its own group, so that it never waits for the others."""
 
 
-def make_groups(tp: int, timeout_s: float) -> tuple[dist.ProcessGroup, Group]:
-    """This rank's tensor-parallel group and its cache group; ranks ``0 .. tp-1`` are the first group, and so on.
+def choose_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:
+    """``model.device`` for this rank. Raises ConfigError for a GPU that is not there."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and gpus < local_ranks):
+        return torch.device("cpu")
+    if local_rank >= gpus:
+        raise ConfigError("model.device", f"is cuda, but this host has {gpus} GPU(s) that torch can use for "
+                                          f"{local_ranks} rank(s); set it to cpu or auto")  # fmt: skip
+    return torch.device("cuda", local_rank)
 
-    Every rank makes every group, in one global order, because ``torch.distributed`` asks for it.
+
+def make_groups(
+    tp: int, timeout_s: float, *, device: torch.device | str = "cpu", transport: str = "auto"
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Group]:
+    """This rank's groups for the model, the hand-off and the cache; ranks ``0 .. tp-1`` are the first, and so on.
+
+    Every rank makes every group, in one global order, because ``torch.distributed`` asks for it. ``transport`` is
+    ``group.transport``: what carries the cache's collective.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    fast = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    backends = (fast, "gloo", fast if transport == "auto" else transport)
+    mine: list[dist.ProcessGroup] = []
     for first in range(0, size, tp):
         members = list(range(first, first + tp))
-        pair = dist.new_group(members, timeout=_LONG), dist.new_group(members, timeout=_LONG)
+        made = [dist.new_group(members, timeout=_LONG, backend=backend) for backend in backends]
         if rank in members:
-            mine = pair
-    assert mine is not None
-    return mine[0], TorchGroup(mine[1], timeout_s=timeout_s)
+            mine = made
+    tp_group, handoff_group, cache_group = mine
+    return tp_group, handoff_group, TorchGroup(cache_group, timeout_s=timeout_s)
 
 
 @contextmanager
-def launched(layout: Layout, tp: int, timeout_s: float) -> Iterator[Ranks]:
+def launched(
+    layout: Layout, tp: int, timeout_s: float, *, device: str = "auto", transport: str = "auto"
+) -> Iterator[Ranks]:
     """Joins the processes that torchrun started and leaves them again.
 
-    Raises ConfigError if their number is not ``tp``. A process group that somebody else has initialised is used and
-    neither reconfigured nor destroyed.
+    Raises ConfigError if their number is not ``tp``, or if the device or transport asked for is not there. A process
+    group that somebody else has initialised is used and neither reconfigured nor destroyed.
     """
     rank, size = layout.rank, layout.world_size
     if size != tp:
         raise ConfigError("parallel.tp", f"is {tp}, but {size} process(es) were started; start {tp} (torchrun "
                                          f"--nproc-per-node {tp}), or set parallel.tp to {size}")  # fmt: skip
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    chosen = choose_device(device, layout.local_rank, local_ranks)
+    if transport == "nccl" and chosen.type != "cuda":
+        raise ConfigError("group.transport", "is nccl, which needs a GPU for each rank; set it to auto or gloo")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
     if size == 1:
-        yield Ranks(0, 1, None, None)
+        yield Ranks(0, 1, chosen)
         return
     ours = not dist.is_initialized()
     if ours and layout.source == "mpirun":
@@ -69,8 +97,7 @@ def launched(layout: Layout, tp: int, timeout_s: float) -> Iterator[Ranks]:
     if ours:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_LONG)
     try:
-        tp_group, cache_group = make_groups(tp, timeout_s)
-        yield Ranks(rank, size, tp_group, cache_group)
+        yield Ranks(rank, size, chosen, *make_groups(tp, timeout_s, device=chosen, transport=transport))
     finally:
         if ours:
             dist.destroy_process_group()

@@ -42,6 +42,7 @@ class Model:
     vocab_size: int
     context: int
     stop_ids: frozenset[int]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tp_rank: int = 0
     tp_size: int = 1
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -50,7 +51,7 @@ class Model:
         """A new, zeroed pool for this rank's heads."""
         return KVPool(
             layers=self.layers, pages=pages, page_size=page_size,
-            kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype,
+            kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -60,7 +61,7 @@ class Model:
         With tp > 1 every rank has to call it with the same rows: there is a sum over the group in every layer.
         """
         batch.calls = 0
-        rows = torch.tensor(keep, dtype=torch.int64)
+        rows = torch.tensor(keep, dtype=torch.int64, device=self.device)
         out = self.module(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -77,10 +78,17 @@ class Model:
         return logits
 
 
-def load_model(config: ModelConfig, tp_group: dist.ProcessGroup | None = None) -> Model:
+def load_model(
+    config: ModelConfig,
+    tp_group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    timeout_s: float = 30.0,
+) -> Model:
     """Loads this rank's part of a model; only its slices are kept, whole tensors stay in the file's mapping.
 
-    ``tp_group`` is any group of ``torch.distributed``, ours or an embedding engine's; None means the whole model.
+    ``tp_group`` is any group of ``torch.distributed``, ours or an embedding engine's; None means the whole model. Its
+    backend has to serve ``device``, where weights and pools will lie; ``timeout_s`` bounds its sums.
     Raises ``ModelError`` for a model that is missing, cannot be split over the group, or has no attention interface.
     """
     folder = model_folder(config.source, config.cache_dir)
@@ -90,8 +98,9 @@ def load_model(config: ModelConfig, tp_group: dist.ProcessGroup | None = None) -
     check_degree(settings, tp)
     module = _skeleton(settings, dtype, folder)
     _fill(module, folder, dtype, rank, tp)
+    module.to(device)
     if tp_group is not None and tp > 1:
-        reduce_outputs(module, tp_group)
+        reduce_outputs(module, tp_group, timeout_s)
     kv_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     return Model(
@@ -104,6 +113,7 @@ def load_model(config: ModelConfig, tp_group: dist.ProcessGroup | None = None) -
         vocab_size=settings.vocab_size,
         context=settings.max_position_embeddings,
         stop_ids=_stop_ids(module),
+        device=torch.device(device),
         tp_rank=rank,
         tp_size=tp,
         tp_group=tp_group,

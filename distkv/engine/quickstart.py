@@ -27,7 +27,7 @@ from distkv.engine.launch import Ranks, launched
 from distkv.engine.model import load_model, load_tokenizer
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
-from distkv.errors import ConfigError, DistKVError, InputFileError
+from distkv.errors import ConfigError, DistKVError, GroupError, InputFileError
 from distkv.layout import Layout
 
 __all__ = ["main"]
@@ -81,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
         conversations = read_conversations(given.messages) if given.messages else built_in()
-        with launched(layout, config.parallel.tp, config.group.timeout_s) as ranks:
+        with launched(
+            layout, config.parallel.tp, config.group.timeout_s,
+            device=config.model.device, transport=config.group.transport,
+        ) as ranks:  # fmt: skip
             return _run(config, conversations, ranks, own_file=given.messages is not None)
     except (ConfigError, InputFileError) as error:
         if rank == 0:
@@ -106,25 +109,37 @@ def _quiet(rank: int) -> None:
 
 def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *, own_file: bool) -> int:
     out = Output(ranks.rank)
-    out.phase(f"loading {config.model.source} ({config.model.dtype}) on {ranks.size} rank(s)")
-    model = load_model(config.model, ranks.tp_group)
+    out.phase(f"loading {config.model.source} ({config.model.dtype}) on {ranks.size} rank(s), {ranks.device.type}")
+    model = load_model(config.model, ranks.tp_group, device=ranks.device, timeout_s=config.group.timeout_s)
     tokenizer = load_tokenizer(config.model) if ranks.rank == 0 else None
-    engine = Engine(config, model, tokenizer, cache_group=ranks.cache_group)
+    engine = Engine(
+        config, model, tokenizer, cache_group=ranks.cache_group, handoff_group=ranks.handoff_group
+    )
     engine.recording = Recording(engine.pool)
     out.phase(f"ready: {model.layers} layers, {model.kv_heads * model.tp_size} KV heads over {model.tp_size} rank(s), "
               f"{config.pool.pages} pages of {config.cache.page_size} tokens")  # fmt: skip
     turns: list[Turn] = []
     try:
         if ranks.rank == 0:
-            try:
-                turns = [turn for c in conversations for turn in _answer(engine, tokenizer, c, out)]
-            finally:
-                engine.shutdown()
+            turns = _answer_all(engine, tokenizer, conversations, out)
         else:
             engine.follow()
-        return _check_and_report(engine, turns, out, own_file=own_file)
+        return _check_and_report(engine, ranks.handoff_group, turns, out, own_file=own_file)
     finally:
         engine.close()
+
+
+def _answer_all(engine: Engine, tokenizer: Any, conversations: list[Conversation], out: Output) -> list[Turn]:
+    """Rank 0: every turn of every conversation. The others are told when it is over, unless the group is broken."""
+    try:
+        turns = [turn for c in conversations for turn in _answer(engine, tokenizer, c, out)]
+    except GroupError:
+        raise
+    except BaseException:
+        engine.shutdown()
+        raise
+    engine.shutdown()
+    return turns
 
 
 def _answer(engine: Engine, tokenizer: Any, conversation: Conversation, out: Output) -> list[Turn]:
@@ -159,7 +174,9 @@ def _ask(engine: Engine, prompt: Prompt) -> Completion:
     return done
 
 
-def _check_and_report(engine: Engine, turns: list[Turn], out: Output, *, own_file: bool) -> int:
+def _check_and_report(
+    engine: Engine, group: dist.ProcessGroup | None, turns: list[Turn], out: Output, *, own_file: bool
+) -> int:
     """All ranks: the gate over every turn that was answered with the cache; rank 0 prints what came of it."""
     recording = engine.recording
     assert recording is not None
@@ -176,7 +193,7 @@ def _check_and_report(engine: Engine, turns: list[Turn], out: Output, *, own_fil
         recording, gate.recompute(engine.model, recording, names, continued=True, progress=progress),
         rank=engine.model.tp_rank,
     )  # fmt: skip
-    differences, differing = _gathered(engine.model.tp_group, report)
+    differences, differing = _gathered(group, report)
     _print_report(turns, report, differences, differing, out)
     if differences:
         return 1

@@ -119,7 +119,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process has the model in hand (%s); waiting for it", path.name)
+            logger.info("another rank or program converts the model (once, about 20 s); waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distkv.errors import ModelError
+from distkv.torch_group import named_failures
 
 __all__ = ["allowed_degrees", "check_degree", "part_of", "reduce_outputs"]
 
@@ -68,12 +70,15 @@ def part_of(parameter: str, shape: torch.Size, rank: int, tp: int) -> tuple[Lite
     return dimension, rank * share, (rank + 1) * share
 
 
-def reduce_outputs(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Adds up the outputs of o and down over ``group``. Raises ``ModelError`` for a model we cannot split."""
+def reduce_outputs(model: nn.Module, group: dist.ProcessGroup, timeout_s: float = 30.0) -> None:
+    """Adds up the outputs of o and down over ``group``. Raises ``ModelError`` for a model we cannot split.
+
+    In a forward pass, a rank that waits longer than ``timeout_s`` for another raises GroupTimeout.
+    """
     seen = 0
     for name, leaf, linear in _linears(model):
         if leaf in _COLUMNS:
-            linear.register_forward_hook(lambda _module, _args, out: _sum(out, group))
+            linear.register_forward_hook(lambda _module, _args, out: _sum(out, group, timeout_s))
             seen += 1
         elif leaf not in _ROWS | _WHOLE:
             raise ModelError(f"{type(model).__name__} has a layer {name}, which cannot be split; set parallel.tp to 1")
@@ -81,26 +86,27 @@ def reduce_outputs(model: nn.Module, group: dist.ProcessGroup) -> None:
         raise ModelError(f"{type(model).__name__} has no o_proj or down_proj to split; set parallel.tp to 1")
 
 
-def _sum(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum(out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch.Tensor:
     """The sum of every rank's ``out``, with the same bits on every rank.
 
     On gloo each rank sends its part to each other rank and adds all in rank order: for a decode step's few kilobytes
     that takes a fifth of the time of gloo's ring (0.6 against 3.1 ms, three ranks on two busy cores), and unlike in a
     ring the order of the additions does not depend on an element's place.
     """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     if dist.get_backend(group) != "gloo":
         dist.all_reduce(out, group=group)
         return out
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     parts = [out if peer == rank else torch.empty_like(out) for peer in range(size)]
-    works = []
-    for peer in range(size):
-        if peer != rank:
-            works.append(dist.isend(out, group=group, group_dst=peer))
-            works.append(dist.irecv(parts[peer], group=group, group_src=peer))
-    for work in works:
-        assert work is not None
-        work.wait()
+    with named_failures("a sum of the model", timeout_s, rank=rank):
+        works = []
+        for peer in range(size):
+            if peer != rank:
+                works.append(dist.isend(out, group=group, group_dst=peer))
+                works.append(dist.irecv(parts[peer], group=group, group_src=peer))
+        for work in works:
+            assert work is not None
+            work.wait(timedelta(seconds=timeout_s))
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distkv.engine.engine import Engine
-from distkv.engine.launch import launched, make_groups
+from distkv.engine.launch import choose_device, launched, make_groups
 from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
 from distkv.errors import ConfigError
@@ -22,9 +22,10 @@ GENEROUS = 240.0
 
 def two_replicas_case(rank: int, world_size: int, folder: Path) -> tuple[list[int], list[tuple[int, ...]]]:
     """Four ranks of a program that is not ours: two engines over two ranks each, on its own default group."""
-    group, cache_group = make_groups(2, 30.0)
+    group, handoff_group, cache_group = make_groups(2, 30.0)
     settings = tiny.config(folder, tp=2)
-    engine = Engine(settings, load_model(settings.model, group), cache_group=cache_group)
+    engine = Engine(settings, load_model(settings.model, group), cache_group=cache_group,
+                    handoff_group=handoff_group)
     answers = []
     if dist.get_rank(group) == 0:
         for seed in (1, 1):
@@ -60,6 +61,17 @@ def owner_case(rank: int, world_size: int, theirs: bool) -> bool:
 @pytest.mark.parametrize("theirs", [False, True])
 def test_only_a_group_of_our_own_is_destroyed(theirs: bool) -> None:
     assert run_ranks(owner_case, 2, (theirs,), backend=None, timeout_s=GENEROUS) == [theirs] * 2
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    assert choose_device("cpu", 0, 8).type == "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    assert choose_device("auto", 0, gpus + 1).type == "cpu", "not a GPU for each rank: all on the CPU"
+    with pytest.raises(ConfigError, match=r"model.device: is cuda, but this host has \d+ GPU"):
+        choose_device("cuda", gpus, gpus + 1)
+    if not gpus:
+        with pytest.raises(ConfigError, match=r"group.transport: is nccl, which needs a GPU"):
+            launched(Layout(), 1, 30.0, transport="nccl").__enter__()
 
 
 def test_one_rank_needs_no_group_and_a_wrong_number_is_named() -> None:
