@@ -1,1 +1,22 @@
-"""Help for testing what is built on distkv: groups of real processes, see ``distkv.testing.processes``."""
+"""Help for testing what is built on distkv, on any machine.
+
+``distkv.testing.group``: a whole group of ranks in one process, with lost pages, other pool sizes, exceptions and calls
+that arrive between begin and end. ``distkv.testing.schedules``: random schedules over such a group.
+``distkv.testing.processes``: groups of real processes with a deadline, every rank's traceback, and nothing left behind.
+"""
+
+from distkv.testing.group import Disagreement, InjectedFault, SimulatedGroup
+from distkv.testing.processes import Outcome, RanksFailed, choose_backend, run_outcomes, run_ranks
+from distkv.testing.schedules import run_schedule
+
+__all__ = [
+    "Disagreement",
+    "InjectedFault",
+    "Outcome",
+    "RanksFailed",
+    "SimulatedGroup",
+    "choose_backend",
+    "run_outcomes",
+    "run_ranks",
+    "run_schedule",
+]
