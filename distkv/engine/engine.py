@@ -63,6 +63,8 @@ class Engine:
         self.scheduler = scheduler or Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
         self.steps = 0
         self.closed = False
+        self.failed = False
+        """True on every rank after rank 0 shut down with ``failed=True``."""
         self._handoff = Handoff(handoff_group or model.tp_group, config.engine.idle_timeout_s)
         self._rank = self._handoff.rank
         self._chains = ConversationNames(self.cache, config.engine.keep_conversations)
@@ -140,10 +142,13 @@ class Engine:
         self._ended = others + self._ended  # the next step returns what was submitted apart
         return [done[name] for name in names]
 
-    def shutdown(self) -> None:
-        """Rank 0: one last step, which ends the other ranks' :meth:`follow`. A second call does nothing."""
+    def shutdown(self, failed: bool = False) -> None:
+        """Rank 0: one last step, which ends the other ranks' :meth:`follow`. A second call does nothing.
+
+        ``failed`` says that rank 0's own work went wrong: then :attr:`failed` is True on every rank afterwards.
+        """
         if not self.closed:
-            self._outgoing = replace(self._outgoing, shutdown=True)
+            self._outgoing = replace(self._outgoing, shutdown=True, failed=failed)
             self.step()
 
     def follow(self) -> None:
@@ -169,7 +174,7 @@ class Engine:
         news = self._handoff.exchange(self._news_of_rank_0() if self._rank == 0 else None)
         self.steps += 1
         if news.shutdown:
-            self.closed = True
+            self.closed, self.failed = True, news.failed
             return self._take_ended()
         self._step_cache(news)
         chunks = self.scheduler.plan([_runnable(name, r) for name, r in self._running.items()])

@@ -44,13 +44,18 @@ class NewRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What all ranks apply in this order: requests, aborts, then a bump or reset; shutdown ends the followers' loop."""
+    """What all ranks apply in one order, the cache's: a bump or reset, then aborts, then requests.
+
+    ``shutdown`` ends the followers' loop, and the rest of its message is not applied; ``failed`` goes with it and says
+    that rank 0's own work went wrong.
+    """
 
     requests: tuple[NewRequest, ...] = ()
     aborts: tuple[str, ...] = ()
     weights_version: str | None = None
     reset: bool = False
     shutdown: bool = False
+    failed: bool = False
 
     def encode(self) -> bytes:
         """Header as JSON, then the token ids of all requests as little-endian int32."""

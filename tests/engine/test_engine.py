@@ -209,3 +209,18 @@ def test_ranks_that_follow_do_what_rank_0_does(folders: Folders) -> None:
     assert len(results[0][0]) == 9
     assert results[0][1] == results[1][1]
     assert results[0][1][4] == 0
+
+
+def failed_case(rank: int, world_size: int, folder: Path, failed: bool) -> bool:
+    engine = tiny.engine(tiny.config(folder, tp=world_size))
+    if rank == 0:
+        engine.generate([Prompt(tokens=tiny.tokens(20, 1))])
+        engine.shutdown(failed)
+    else:
+        engine.follow()
+    return engine.failed
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_followers_learn_whether_rank_0_failed(folders: Folders, failed: bool) -> None:
+    assert run_ranks(failed_case, 2, (folders("llama", 4), failed), timeout_s=240.0) == [failed, failed]

@@ -22,6 +22,7 @@ MESSAGES = [
     News(requests=REQUESTS, aborts=("x",)),
     News(),
     News(shutdown=True),
+    News(shutdown=True, failed=True),
 ]
 
 
