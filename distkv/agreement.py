@@ -45,6 +45,7 @@ class Agreement:
         self.reasons: Counter[Reason] = Counter()
         self.ballot: Ballot | None = None
         self._began = False
+        self._aborted_in_flight = False
         self._refused: list[Refused] = []
         self._leftover = 0
         self._last_ballot = 0
@@ -84,6 +85,8 @@ class Agreement:
             pending.aborted = True
             if self.ballot is None:
                 self.queue.remove(pending)
+            else:
+                self._aborted_in_flight = True
 
     def forget_waiting(self) -> None:
         """Nothing waits any more, on this rank: for closing."""
@@ -207,6 +210,9 @@ class Agreement:
         failed = ballots.failed_rank(minimum)
         if failed is not None:
             cause, self._fault = self._fault, None
+            # If it was the message that failed there, that rank's queue is not the others': what all have seen makes
+            # the next step due on all, and its digests tell.
+            self._last_ballot = self.books.step - self.heartbeat
             self.counters.peer_failures += 1
             raise PeerFailed(failed, rank=self.rank, step=ballot.step) from cause
         if ballots.diverged(minimum):
@@ -267,20 +273,19 @@ class Agreement:
         del self.running[sequence.id]
 
     def _drop_aborted(self) -> None:
-        if any(p.aborted for p in self.queue):
+        if self._aborted_in_flight:
+            self._aborted_in_flight = False
             self.queue = [p for p in self.queue if not p.aborted]
 
     def _result(self, ready: tuple[Sequence, ...] = (), decision: Decision | None = None,
                 ballot: Ballot | None = None) -> StepResult:
         refused, self._refused = tuple(self._refused), []
         waiting = []
-        rows = ballot.rows[len(decision.admitted) :] if ballot is not None and decision is not None else []
-        looked_at = sum(not row.pending.aborted for row in rows)
-        for i, pending in enumerate(self.queue):
-            if decision is not None and rows and pending is rows[0].pending:
-                waiting.append(Waiting(pending.request.id, "no room", decision.short))
-            else:
-                waiting.append(Waiting(pending.request.id, "behind it" if i < looked_at else "not looked at"))
+        if ballot is not None and decision is not None:
+            for i, row in enumerate(ballot.rows[len(decision.admitted) :]):
+                if not row.pending.aborted:
+                    why = ("behind it", 0) if i else ("no room", decision.short)
+                    waiting.append(Waiting(row.pending.request.id, *why))
         return StepResult(
             step=self.books.step, ready=ready, waiting=tuple(waiting), refused=refused, leftover=self._leftover,
             collective=ballot is not None,

@@ -93,8 +93,9 @@ class Books:
             self.index.evict(short)
             if self.pool.free < n:
                 raise NoRoom(n - self.pool.free, "opening pages inside a reservation")
+        pages = self.pool.take(n)
         self.reserved -= n
-        return self.pool.take(n)
+        return pages
 
     def used(self, pages: Pages) -> None:
         """A match was used: one hit."""

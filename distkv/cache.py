@@ -9,7 +9,7 @@ from distkv.agreement import Agreement
 from distkv.books import Books
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
-from distkv.errors import DistKVError, GroupError, InvariantError, PeerFailed, SequenceError
+from distkv.errors import DistKVError, GroupError, InvariantError, MessageError, PeerFailed, SequenceError
 from distkv.group import Group, SoloGroup, Ticket
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.request import Message, Request, StepResult
@@ -35,8 +35,14 @@ class PrefixCache:
 
         The group stays the caller's. ``hash64`` replaces the configured key function, for tests.
         """
+        if not isinstance(config, Config):
+            raise MessageError(f"PrefixCache needs a distkv.Config, not a {type(config).__name__}; its sections go "
+                               "into one: Config(cache=CacheConfig(...), pool=PoolConfig(...))")
+        if not isinstance(fingerprint, Fingerprint):
+            raise MessageError(f"PrefixCache needs a distkv.Fingerprint, not a {type(fingerprint).__name__}")
         self.config = config
         self._group = group if group is not None else SoloGroup()
+        self._group.configure(config.group)
         cache, pool = config.cache, config.pool
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
         self._books = Books(pool.pages, pool.scratch_pages, namer, store_at_fill=cache.index_on == "fill",
@@ -105,6 +111,8 @@ class PrefixCache:
         """
         if self._broken is not None:
             raise self._broken
+        if not isinstance(message, Message):
+            raise MessageError(f"a step takes a distkv.Message, not a {type(message).__name__}")
         vector = self._agreement.begin(message)
         if vector is None:
             return

@@ -94,7 +94,7 @@ class GroupConfig(Section):
     backend of the process group that the engine gives, and for a group of our own NCCL if every rank has a GPU
     and gloo otherwise."""
 
-    timeout_s: float = setting(30.0, agreed=False, above=0, high=86_400)
+    timeout_s: float = setting(30.0, agreed=False, low=0.001, high=86_400)
     """Seconds to wait for the other ranks in a step before GroupTimeout ends the group."""
 
 

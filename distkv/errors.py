@@ -4,6 +4,7 @@
 
     DistKVError
     +-- ConfigError              a field of the configuration is wrong          ends: the start
+    +-- MessageError             a message or a cache made of the wrong things   ends: the call
     +-- KeyNamingError           tokens, spans, salt or adapter cannot be named ends: the call
     +-- RequestError             a request cannot be taken as it stands         ends: the request
     |   +-- RequestTooLarge      it would never fit into the smallest pool
@@ -41,6 +42,7 @@ __all__ = [
     "InputFileError",
     "InvariantError",
     "KeyNamingError",
+    "MessageError",
     "ModelError",
     "NoRoom",
     "PeerFailed",
@@ -69,6 +71,10 @@ class ConfigError(DistKVError):
 
 class KeyNamingError(DistKVError, ValueError):
     """Token ids, spans, salt or adapter that cannot be named without ambiguity."""
+
+
+class MessageError(DistKVError, TypeError):
+    """A message, or an argument of the cache's constructor, that is not what it has to be."""
 
 
 class RequestError(DistKVError, ValueError):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from distkv.ballot import Vector
+from distkv.config import GroupConfig
 from distkv.errors import GroupTimeout, PeerLost
+
+_START_S = 30.0
 
 
 class Ticket(ABC):
@@ -29,6 +32,12 @@ class Group(ABC):
 
     rank: int
     size: int
+
+    def configure(self, config: GroupConfig) -> None:  # noqa: B027
+        """Called once by the cache, before anything else: for what the group was not told when it was made.
+
+        Raises ConfigError if the group cannot be what the configuration asks for.
+        """
 
     @abstractmethod
     def exchange(self, data: bytes) -> list[bytes]:
@@ -61,24 +70,23 @@ class _Known(Ticket):
 
 
 class _Meeting:
-    """What the members of a local group share."""
+    """What the members of a local group share: what each has brought to which round."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.exchanged: list[bytes | None] = [None] * size
-        self.deposits: dict[int, dict[int, Vector]] = {}
-        self.minima: dict[int, Vector] = {}
-        self.readers: dict[int, int] = {}
+        self.rounds: dict[tuple[str, int], dict[int, Any]] = {}
+        self.readers: dict[tuple[str, int], int] = {}
         self.gone: set[int] = set()
 
 
 class LocalGroup(Group):
-    """One member of a group of ranks that live in one process: one thread each, or all in one thread.
+    """One member of a group of ranks that live in one process, one thread each. ``LocalGroup.make(n)`` makes all.
 
-    ``LocalGroup.make(n)`` makes all members. With ``timeout_s=0`` nothing is ever waited for: a minimum that lacks a
-    rank raises GroupTimeout at once, which is what a driver that begins a step on all ranks before it ends it on the
-    first wants to know: on real ranks that would hang.
+    Constructing a cache waits for the other ranks, so each rank's is constructed in a thread of its own;
+    :class:`distkv.testing.SimulatedGroup` does that. With ``timeout_s=0`` nothing is waited for after that: a minimum
+    that lacks a rank raises GroupTimeout at once. That is for a driver in one thread, which begins a step on all
+    ranks before it ends it on the first, and wants to know what would hang on real ranks.
     """
 
     def __init__(self, meeting: _Meeting, rank: int, timeout_s: float) -> None:
@@ -87,7 +95,7 @@ class LocalGroup(Group):
         self.size = meeting.size
         self.timeout_s = timeout_s
         self._exchanges = 0
-        self._round = 0
+        self._minima = 0
 
     @classmethod
     def make(cls, size: int, timeout_s: float = 30.0) -> list[LocalGroup]:
@@ -96,20 +104,15 @@ class LocalGroup(Group):
         return [cls(meeting, rank, timeout_s) for rank in range(size)]
 
     def exchange(self, data: bytes) -> list[bytes]:
-        meeting = self._meeting
-        with meeting.changed:
-            meeting.exchanged[self.rank] = data
-            meeting.changed.notify_all()
-            self._wait_for(lambda: all(d is not None for d in meeting.exchanged), "the exchange at start", -1,
-                           max(self.timeout_s, 30.0))
-            return [d for d in meeting.exchanged if d is not None]
+        number = ("exchange", self._exchanges)
+        self._exchanges += 1
+        self._bring(number, data)
+        return self.gather(number, "the exchange at start", -1, self.timeout_s or _START_S)
 
     def start(self, vector: Vector, step: int) -> Ticket:
-        meeting = self._meeting
-        number, self._round = self._round, self._round + 1
-        with meeting.changed:
-            meeting.deposits.setdefault(number, {})[self.rank] = vector.copy()
-            meeting.changed.notify_all()
+        number = ("minimum", self._minima)
+        self._minima += 1
+        self._bring(number, vector.copy())
         return _LocalTicket(self, number, step)
 
     def leave(self) -> None:
@@ -118,31 +121,31 @@ class LocalGroup(Group):
             self._meeting.gone.add(self.rank)
             self._meeting.changed.notify_all()
 
-    def minimum(self, number: int, step: int) -> Vector:
-        """The minimum of round ``number``."""
+    def _bring(self, number: tuple[str, int], value: Any) -> None:
+        with self._meeting.changed:
+            self._meeting.rounds.setdefault(number, {})[self.rank] = value
+            self._meeting.changed.notify_all()
+
+    def gather(self, number: tuple[str, int], what: str, step: int, seconds: float) -> list[Any]:
+        """What every rank brought to a round, by rank. Once per member and round."""
         meeting = self._meeting
         with meeting.changed:
-            self._wait_for(lambda: number in meeting.minima or len(meeting.deposits[number]) == self.size,
-                           "the ballot", step, self.timeout_s)
-            if number not in meeting.minima:
-                meeting.minima[number] = np.minimum.reduce(list(meeting.deposits.pop(number).values()))
-            result = meeting.minima[number]
+            brought = meeting.rounds[number]
+            meeting.changed.wait_for(lambda: len(brought) == self.size or bool(meeting.gone), seconds)
+            if len(brought) < self.size:
+                if meeting.gone:
+                    raise PeerLost(what, f"rank(s) {sorted(meeting.gone)} left", rank=self.rank, step=step)
+                raise GroupTimeout(what, seconds, rank=self.rank, step=step)
             meeting.readers[number] = meeting.readers.get(number, 0) + 1
             if meeting.readers[number] == self.size:
-                del meeting.minima[number], meeting.readers[number]
-        return result
-
-    def _wait_for(self, done: Callable[[], bool], what: str, step: int, seconds: float) -> None:
-        meeting = self._meeting
-        if not meeting.changed.wait_for(lambda: done() or bool(meeting.gone), seconds):
-            raise GroupTimeout(what, seconds, rank=self.rank, step=step)
-        if not done():
-            raise PeerLost(what, f"rank(s) {sorted(meeting.gone)} left", rank=self.rank, step=step)
+                del meeting.rounds[number], meeting.readers[number]
+            return [brought[rank] for rank in range(self.size)]
 
 
 class _LocalTicket(Ticket):
-    def __init__(self, group: LocalGroup, number: int, step: int) -> None:
+    def __init__(self, group: LocalGroup, number: tuple[str, int], step: int) -> None:
         self._group, self._number, self._step = group, number, step
 
     def wait(self) -> Vector:
-        return self._group.minimum(self._number, self._step)
+        brought = self._group.gather(self._number, "the ballot", self._step, self._group.timeout_s)
+        return np.asarray(np.minimum.reduce(brought))

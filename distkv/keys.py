@@ -104,6 +104,8 @@ def token_bytes(ids: object) -> bytes | memoryview:
     torch CPU tensor. int32 input is not copied (the result is then a view, valid as long as the input is unchanged).
     Raises KeyNamingError for other types, other shapes, and ids outside 0 .. 2**31 - 1.
     """
+    if isinstance(ids, (str, bytes)):
+        raise KeyNamingError(f"token ids are numbers, not {type(ids).__name__}: tokenize the text first")
     if hasattr(ids, "detach"):
         tensor: Any = ids
         if tensor.device.type != "cpu":

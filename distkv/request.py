@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distkv.chain import KeyChain
-from distkv.errors import RequestError
+from distkv.errors import MessageError, RequestError
 from distkv.reasons import Reason
 
 if TYPE_CHECKING:
@@ -63,6 +63,15 @@ class Message:
     reset: bool = False
     """True: the cache forgets everything; running sequences finish and do not store."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (("requests", Request), ("aborts", str)):
+            given = getattr(self, name)
+            if not isinstance(given, (tuple, list)) or not all(isinstance(item, kind) for item in given):
+                raise MessageError(f"Message.{name} must be a tuple of {kind.__name__}, not {given!r:.100}")
+            object.__setattr__(self, name, tuple(given))
+        if self.weights_version is not None and not isinstance(self.weights_version, str):
+            raise MessageError(f"Message.weights_version must be a str or None, not {self.weights_version!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -70,14 +79,15 @@ class Waiting:
 
     request_id: str
     why: str
-    """``no room``: the first that does not fit; ``behind it``: in its way; ``not looked at``: beyond the first K."""
+    """``no room``: the first that does not fit; ``behind it``: it may fit, but admission is first in, first out."""
     pages_short: int = 0
-    """How many more pages the group would have to promise; 0 if it was not looked at."""
+    """How many more pages the group would have to promise to the first; 0 for those behind it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request that can never run. It is not waiting any more."""
+    """A request that can never run, or whose id is taken (DuplicateRequest: the id is then another one's, which goes
+    on). It is not waiting any more."""
 
     request_id: str
     error: RequestError
@@ -91,7 +101,8 @@ class StepResult:
     ready: tuple[Sequence, ...] = ()
     """Sequences that may run from now on. The engine runs each until it calls ``finish`` or ``abort``."""
     waiting: tuple[Waiting, ...] = ()
-    """Requests that wait, in queue order."""
+    """Those of the first ``cache.queue_slots`` requests that were not admitted, in queue order. More may wait behind
+    them, see ``PrefixCache.waiting_ids``; after a step without a ballot it is empty."""
     refused: tuple[Refused, ...] = ()
     """Requests that were refused since the last result."""
     leftover: int = 0

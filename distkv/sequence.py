@@ -122,7 +122,7 @@ class Sequence:
 
         Raises SequenceError, with nothing opened, if they would not fit into the reservation.
         """
-        self._must_run("open")
+        self._must_run("open", n)
         if n < 1:
             raise SequenceError(f"open needs at least 1 token, not {n}")
         end = self._opened + n
@@ -154,7 +154,7 @@ class Sequence:
 
         Raises SequenceError, with nothing committed, if fewer are opened or named.
         """
-        self._must_run("commit")
+        self._must_run("commit", n)
         end = self._committed + n
         if n < 0 or end > self._opened or end > self.named:
             raise SequenceError(f"sequence {self.id!r} cannot commit {n} tokens behind {self._committed}: "
@@ -175,7 +175,7 @@ class Sequence:
         Their pages stay the sequence's, for its next tokens: they were promised to it, and a forward in flight may
         still write them. Raises SequenceError, with nothing taken back, if one of the tokens is committed.
         """
-        self._must_run("truncate")
+        self._must_run("truncate", n)
         if not 0 <= n <= self._opened - self._committed:
             raise SequenceError(f"sequence {self.id!r} cannot take back {n} tokens: "
                                 f"{self._opened - self._committed} are opened and not committed")
@@ -205,7 +205,7 @@ class Sequence:
 
     def grow(self, pages: int) -> None:
         """Reserves ``pages`` more. For :meth:`distkv.PrefixCache.grow` alone, which knows the agreed leftover."""
-        self._must_run("grow")
+        self._must_run("grow", pages)
         self._pages = np.concatenate([self._pages, np.empty(pages, np.int32)])
         self.reserved += pages
         self._books.promise(pages)
@@ -224,7 +224,9 @@ class Sequence:
         self._books.release(pages, reserved)
         self._on_end(self)
 
-    def _must_run(self, call: str) -> None:
+    def _must_run(self, call: str, count: object = 0) -> None:
+        if not isinstance(count, (int, np.integer)):
+            raise SequenceError(f"{call} takes a whole number, not {count!r}")
         if self.ended:
             raise SequenceError(f"{call} on sequence {self.id!r}, which was {self.ended}")
         if self.read_in_progress:

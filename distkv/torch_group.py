@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,8 +12,14 @@ import torch
 import torch.distributed as dist
 
 from distkv.ballot import Vector
-from distkv.errors import GroupTimeout, PeerLost
+from distkv.config import GroupConfig
+from distkv.errors import ConfigError, GroupTimeout, PeerLost
 from distkv.group import Group, Ticket
+
+
+def deadline(seconds: float) -> timedelta:
+    """``seconds`` as torch takes it: whole milliseconds, and at least one, because it takes 0 for no deadline."""
+    return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
 
 
 @contextmanager
@@ -39,19 +46,28 @@ class TorchGroup(Group):
     own collectives on the same group in an order that all ranks share. With NCCL the vector lives on ``device``.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 30.0,
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None,
                  device: torch.device | str | None = None) -> None:
-        """``process_group``: None is the default group. ``device``: None is the CPU, or the current GPU under NCCL."""
+        """``process_group``: None is the default group. ``timeout_s``: None is the configuration's ``group.timeout_s``.
+        ``device``: None is the CPU, or the current GPU under NCCL."""
         self._group = process_group if process_group is not None else dist.group.WORLD
         if self._group is None:
             raise RuntimeError("torch.distributed is not initialised: call init_process_group, or give a process_group")
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
-        self.timeout_s = timeout_s
+        self._told = timeout_s is not None
+        self.timeout_s = timeout_s if timeout_s is not None else GroupConfig().timeout_s
         self.backend = str(dist.get_backend(self._group))
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else "cpu"
         self.device = torch.device(device)
+
+    def configure(self, config: GroupConfig) -> None:
+        if config.transport not in ("auto", self.backend):
+            raise ConfigError("group.transport", f"is {config.transport}, but the process group that the cache was "
+                                                 f"given uses {self.backend}; give it another one, or set auto")
+        if not self._told:
+            self.timeout_s = config.timeout_s
 
     def exchange(self, data: bytes) -> list[bytes]:
         # The lengths first: data of other lengths is how ranks that were started differently show.
@@ -78,7 +94,7 @@ class TorchGroup(Group):
 
     def wait_for(self, work: dist.Work) -> None:
         """Waits within the deadline. Under NCCL a timeout makes this block until the GPU is done, not only enqueue."""
-        work.wait(timedelta(seconds=self.timeout_s))
+        work.wait(deadline(self.timeout_s))
 
 
 class _TorchTicket(Ticket):

@@ -86,6 +86,7 @@ class OneRank(RuleBasedStateMachine):
 
     def model_end(self, result: StepResult) -> None:
         expected: list[tuple[str, int]] = []
+        looked_at = [request.id for request, *_ in self.rows or []]
         void = self.row_epoch != self.epoch
         for request, pages, _, live in self.rows or []:
             need = self.total(request) - (0 if void else live)
@@ -105,7 +106,8 @@ class OneRank(RuleBasedStateMachine):
         self.rows = None
         assert [(s.id, s.cached_tokens) for s in result.ready] == expected
         assert result.leftover == self.left
-        assert [w.request_id for w in result.waiting] == [r.id for r in self.queue]
+        assert list(self.cache.waiting_ids) == [r.id for r in self.queue]
+        assert [w.request_id for w in result.waiting] == [i for i in looked_at if i in self.cache.waiting_ids]
 
     def ended(self, pages: list[int]) -> None:
         if self.asynchronous:

@@ -21,6 +21,7 @@ from distkv import (
     GroupTimeout,
     LocalGroup,
     Message,
+    MessageError,
     PeerFailed,
     PeerLost,
     PoolConfig,
@@ -107,7 +108,8 @@ def test_the_queue_is_strictly_in_order() -> None:
         assert isinstance(outcome, StepResult)
         assert outcome.ready == ()
         assert [(w.request_id, w.why, w.pages_short) for w in outcome.waiting] == [
-            ("a", "no room", 1), ("b", "behind it", 0), ("c", "not looked at", 0)]
+            ("a", "no room", 1), ("b", "behind it", 0)]
+    assert group.caches[0].waiting_ids == ("a", "b", "c")
     group.each(lambda cache: cache.abort("0"))
     for outcome in step(group):
         assert isinstance(outcome, StepResult)
@@ -124,7 +126,7 @@ def test_what_was_in_the_way_is_aborted_while_the_ballot_is_in_flight() -> None:
     for outcome in group.end():
         assert isinstance(outcome, StepResult)
         assert [(w.request_id, w.why, w.pages_short) for w in outcome.waiting] == [
-            ("b", "behind it", 0), ("c", "not looked at", 0)]
+            ("b", "behind it", 0)]
     assert [[s.id for s in r.ready] for r in step(group)] == [["b", "c"]] * 3  # type: ignore[union-attr]
 
 
@@ -212,44 +214,46 @@ def test_a_fault_of_a_group_of_one() -> None:
     assert [r.ready[0].id for r in step(group)] == ["1"]  # type: ignore[union-attr]
 
 
-class Broken:
-    """Stands for whatever goes wrong while a message is applied."""
+def fail_once(cache: PrefixCache, call: str) -> None:
+    """The next use of this call of the agreement raises, before it has done anything."""
+    def failing(*_: Any) -> None:
+        delattr(cache._agreement, call)
+        raise InjectedFault("planted")
 
-    def __getattr__(self, name: str) -> Any:
-        raise InjectedFault("while the message was applied")
+    setattr(cache._agreement, call, failing)
 
 
 def test_a_message_that_cannot_be_applied_on_any_rank_ends_the_step_only() -> None:
     group = group_of()
-    group.begin(lambda cache: Message(requests=(request(cache, "1", [1]), Broken())))  # type: ignore[arg-type]
-    for outcome in group.end():
+    group.each(lambda cache: fail_once(cache, "submit"))
+    for outcome in step(group, requests=[("1", [1])]):
         assert isinstance(outcome, PeerFailed)
         assert outcome.failed_rank == 0
         assert isinstance(outcome.__cause__, InjectedFault)
     group.check()
     group.check_agreed()
-    assert [[s.id for s in r.ready] for r in step(group)] == [["1"]] * 3  # type: ignore[union-attr]
+    assert [[s.id for s in r.ready] for r in step(group, requests=[("2", [1])])] == [["2"]] * 3  # type: ignore[union-attr]
 
 
 def test_a_message_that_cannot_be_applied_on_one_rank_is_told_and_then_seen() -> None:
     """PeerFailed names the rank; what it missed is a difference of histories, which the next ballot finds."""
     group = group_of()
-    group.begin(lambda cache: Message(requests=(  # type: ignore[arg-type]
-        request(cache, "1", [1]), Broken() if cache is group.caches[1] else request(cache, "2", [2]))))
-    for rank, outcome in enumerate(group.end()):
+    fail_once(group.caches[1], "submit")
+    for rank, outcome in enumerate(step(group, requests=[("1", [1])])):
         assert isinstance(outcome, PeerFailed)
         assert (outcome.failed_rank, rank == 1) == (1, isinstance(outcome.__cause__, InjectedFault))
     group.check()
-    assert all(isinstance(outcome, GroupDivergence) for outcome in step(group))
+    assert all(isinstance(outcome, GroupDivergence) for outcome in step(group)), "and nobody waits for rank 1 in vain"
 
 
 def test_a_fault_in_a_step_without_a_collective_is_voted_in_the_next_that_has_one() -> None:
     group = group_of(heartbeat=64)
-    group.begin(lambda cache: Message(aborts=(5,)))  # type: ignore[arg-type]
+    group.each(lambda cache: fail_once(cache, "abort"))
+    group.begin(lambda cache: Message(aborts=("5",)))
     assert all(isinstance(outcome, StepResult) and not outcome.collective for outcome in group.end())
     for outcome in step(group, requests=[("1", [1])]):
         assert isinstance(outcome, PeerFailed)
-        assert isinstance(outcome.__cause__, AttributeError)
+        assert isinstance(outcome.__cause__, InjectedFault)
     assert [[s.id for s in r.ready] for r in step(group)] == [["1"]] * 3  # type: ignore[union-attr]
 
 
@@ -528,7 +532,7 @@ def test_ranks_in_threads() -> None:
     for cache in caches:
         cache.check()
     meeting = caches[0]._group._meeting  # type: ignore[attr-defined]
-    assert not (meeting.deposits or meeting.minima or meeting.readers), "nothing is kept of rounds that are over"
+    assert not (meeting.rounds or meeting.readers), "nothing is kept of rounds that are over"
 
 
 def test_a_rank_that_leaves() -> None:
@@ -611,11 +615,37 @@ def test_begin_and_end_come_in_turn() -> None:
 
 def test_what_is_no_message_changes_nothing() -> None:
     cache = solo()
-    for nothing in (None, "reset", ()):
-        with pytest.raises(AttributeError):
+    wanted = request(cache, "2", [1])
+    for nothing in (None, "reset", (), wanted):
+        with pytest.raises(MessageError, match=r"takes a distkv.Message"):
             cache.step(nothing)  # type: ignore[arg-type]
+    for fields in ({"requests": wanted}, {"requests": (1,)}, {"aborts": "abc"}, {"aborts": (5,)},
+                   {"weights_version": 2}):
+        with pytest.raises(MessageError, match=next(iter(fields))):
+            Message(**fields)  # type: ignore[arg-type]
     assert cache.stats().steps == 0
     serve(cache, "1", LONG[:5])
+
+
+def test_what_is_no_configuration_and_no_fingerprint() -> None:
+    with pytest.raises(MessageError, match=r"needs a distkv.Config, not a CacheConfig"):
+        PrefixCache(CacheConfig(), FINGERPRINT)  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match=r"needs a distkv.Fingerprint, not a str"):
+        PrefixCache(Config(), "toy")  # type: ignore[arg-type]
+
+
+def test_two_caches_on_one_group_compare_what_is_theirs() -> None:
+    """The exchange at start is a round of its own: the second cache does not read what the first one brought."""
+    members = LocalGroup.make(2, timeout_s=20)
+    smallest: list[list[int]] = [[], []]
+
+    def run(rank: int) -> None:
+        for pages in (8 + rank, 80 - rank):
+            cache = PrefixCache(config(pages), FINGERPRINT, members[rank])
+            smallest[rank].append(cache.pool_pages)
+
+    in_threads(2, run)
+    assert smallest == [[8, 79], [8, 79]]
 
 
 def test_everything_between_begin_and_end() -> None:
@@ -629,7 +659,7 @@ def test_everything_between_begin_and_end() -> None:
     group.check()
     outcomes = group.end()
     assert [[s.cached_tokens for s in r.ready] for r in outcomes] == [[8]] * 2  # type: ignore[union-attr]
-    assert [[w.why for w in r.waiting] for r in outcomes] == [["not looked at"]] * 2  # type: ignore[union-attr]
+    assert [cache.waiting_ids for cache in group.caches] == [("3",)] * 2
     group.check()
     group.check_agreed()
     assert [[s.id for s in r.ready] for r in step(group)] == [["3"]] * 2  # type: ignore[union-attr]
