@@ -28,3 +28,7 @@ def test_every_path_that_the_readme_names_exists() -> None:
     text = README.read_text(encoding="utf-8")
     for path in re.findall(r"\]\(([^)#:]+)\)|`((?:distkv|launch|configs|tests|docs)/[\w/.]*)", text):
         assert (README.parent / (path[0] or path[1])).exists(), path
+
+
+def test_nothing_in_the_readme_waits_to_be_filled_in() -> None:
+    assert not re.search(r"@@|TODO|TBD|XXX", README.read_text(encoding="utf-8"))
