@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +14,16 @@ from distkv.cache import PrefixCache
 from distkv.engine.attention import Batch
 from distkv.engine.config import ServeConfig
 from distkv.engine.handoff import Handoff, NewRequest, News
+from distkv.engine.intake import Intake, new_request
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
-from distkv.engine.requests import Completion, FinishReason, Prompt, check_prompt
+from distkv.engine.requests import Completion, FinishReason, Prompt, check_prompt, checked_fields
 from distkv.engine.sampling import greedy
 from distkv.engine.schedule import Chunk, Grid, Runnable, Scheduler
-from distkv.engine.state import ConversationNames, Pending, Running
-from distkv.errors import DistKVError, DuplicateRequest, ModelError, PeerFailed
+from distkv.engine.state import ConversationNames, Pending, Running, Said, check_plan, completion, tell
+from distkv.engine.tensor_parallel import check_group, place_in
+from distkv.errors import DistKVError, DuplicateRequest, GroupError, MessageError, ModelError, PeerFailed
 from distkv.group import Group
 from distkv.keys import Fingerprint
 from distkv.request import Message, Request
@@ -40,7 +39,8 @@ class Engine:
 
     The engine owns its pool and its cache. It does not own groups: ``model.tp_group`` carries the model's sums,
     ``handoff_group`` (the same if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and none
-    is destroyed or reconfigured here.
+    is destroyed or reconfigured here. All three have the model's ranks, in its order; ``cache_group`` is None only for
+    a model on one rank. Raises ``ModelError`` otherwise, and ``ConfigError`` for a pool that the memory cannot hold.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
     """
 
@@ -56,49 +56,52 @@ class Engine:
     ) -> None:
         if config.parallel.tp != model.tp_size:
             raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model lies on {model.tp_size} rank(s)")
+        handoff_group = handoff_group or model.tp_group
+        # ranks that compute one model must decide together: each alone, they would read pages that do not match
+        cache_place = (cache_group.rank, cache_group.size) if cache_group is not None else (0, 1)
+        check_group("cache_group", cache_place, (model.tp_rank, model.tp_size))
+        check_group("handoff_group", place_in(handoff_group), (model.tp_rank, model.tp_size))
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
+        self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
         self.recording: Recording | None = None
         self.scheduler = scheduler or Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
         self.steps = 0
         self.closed = False
         self.failed = False
         """True on every rank after rank 0 shut down with ``failed=True``."""
-        self._handoff = Handoff(handoff_group or model.tp_group, config.engine.idle_timeout_s)
+        self._broken: str | None = None
+        self._reachable = True
+        self._handoff = Handoff(handoff_group, config.engine.idle_timeout_s)
         self._rank = self._handoff.rank
         self._chains = ConversationNames(self.cache, config.engine.keep_conversations)
-        self._backlog: deque[str] = deque()
-        self._outgoing = News()
+        self._intake = Intake()
         self._pending: dict[str, Pending] = {}
         self._news: dict[str, NewRequest] = {}
         self._running: dict[str, Running] = {}
         self._ended: list[Completion] = []
-        self._names = itertools.count(1)
 
     # ---- rank 0: requests in
 
     def submit(self, prompt: Prompt) -> str:
         """Takes a request on rank 0; it is handed to all ranks at the next step. Returns its id.
 
-        Raises ``PromptError`` for a prompt that the model cannot run and ``DuplicateRequest`` for an id in use. A
-        request that would never fit into the smallest pool is taken, and ends as ``refused`` with the error.
+        Raises ``PromptError`` for a field of the wrong type and a prompt that the model cannot run, and
+        ``DuplicateRequest`` for an id in use. A request that would never fit into the smallest pool is taken, and ends
+        as ``refused`` with the error.
         """
         self._only_rank_0("submit")
-        name = prompt.id if prompt.id is not None else f"r{next(self._names)}"
+        self._not_broken()
+        prompt = checked_fields(prompt)
+        name = prompt.id if prompt.id is not None else self._intake.new_name()
         if name in self._pending:
             raise DuplicateRequest(name)
         limit = prompt.output_limit if prompt.output_limit is not None else self.config.engine.output_limit
         ids = check_prompt(name, prompt.tokens, limit, self.model.vocab_size, self.model.context)
-        on = self.config.engine.cache == "on"
-        new = NewRequest(
-            id=name, tokens=ids, output_limit=limit, salt=prompt.salt, priority=prompt.priority,
-            adapter=(prompt.adapter.name, prompt.adapter.generation) if prompt.adapter is not None else None,
-            conversation=prompt.conversation, read=prompt.read and on, write=prompt.write and on,
-        )  # fmt: skip
+        new = new_request(prompt, name, ids, limit, cache=self.config.engine.cache == "on")
         began = time.monotonic()
-        self._pending[name] = Pending(len(ids), limit, prompt, new, self._chains.name(new), began)
-        self._backlog.append(name)
+        pending = Pending(len(ids), limit, prompt, new, self._chains.name(new), began)
+        self._pending[name] = self._intake.backlog[name] = pending
         return name
 
     def abort(self, request_id: str) -> bool:
@@ -106,17 +109,16 @@ class Engine:
         self._only_rank_0("abort")
         if request_id not in self._pending:
             return False
-        if request_id in self._backlog:
-            self._backlog.remove(request_id)
+        if self._intake.abort(request_id):
             self._end(request_id, "aborted")
-        else:
-            self._outgoing = replace(self._outgoing, aborts=(*self._outgoing.aborts, request_id))
         return True
 
     def bump(self, weights_version: str) -> None:
         """New weights: what was cached under the old version is not used again. Rank 0; at the next step."""
         self._only_rank_0("bump")
-        self._outgoing = replace(self._outgoing, weights_version=weights_version)
+        if not isinstance(weights_version, str):
+            raise MessageError(f"the weights' version must be a str, not {weights_version!r}")
+        self._intake.say(weights_version=weights_version)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Submits all on rank 0, steps until all have ended, and returns the completions in the same order.
@@ -134,22 +136,32 @@ class Engine:
         done: dict[str, Completion] = {}
         others: list[Completion] = []
         while len(done) < len(names):
-            for completion in self.step():
-                if completion.id in names:
-                    done[completion.id] = completion
+            for ended in self.step():
+                if ended.id in names:
+                    done[ended.id] = ended
                 else:
-                    others.append(completion)
+                    others.append(ended)
         self._ended = others + self._ended  # the next step returns what was submitted apart
         return [done[name] for name in names]
 
     def shutdown(self, failed: bool = False) -> None:
         """Rank 0: one last step, which ends the other ranks' :meth:`follow`. A second call does nothing.
 
-        ``failed`` says that rank 0's own work went wrong: then :attr:`failed` is True on every rank afterwards.
+        ``failed`` says that rank 0's own work went wrong: then :attr:`failed` is True on every rank afterwards. A
+        broken engine tells the others that it failed if it still can, and raises nothing: what broke it was raised.
         """
-        if not self.closed:
-            self._outgoing = replace(self._outgoing, shutdown=True, failed=failed)
+        if self.closed:
+            return
+        self._intake.say(shutdown=True, failed=failed or self._broken is not None)
+        if self._broken is None:
             self.step()
+            return
+        self.closed = self.failed = True
+        if self._reachable and self._rank == 0:
+            try:
+                self._handoff.exchange(self._intake.outgoing)
+            except GroupError as error:
+                logger.warning("the other ranks could not be told that this one failed: %s", error)
 
     def follow(self) -> None:
         """The other ranks' loop: steps until rank 0 shuts down."""
@@ -166,20 +178,32 @@ class Engine:
     def step(self) -> list[Completion]:
         """One turn of the loop; returns what has ended since the last one. All ranks call it equally often.
 
-        A ``PeerFailed`` of the cache is logged and the step goes on with what is running. Errors that end the group,
-        and errors of the model, are raised and end the engine.
+        A ``PeerFailed`` of the cache is logged and the step goes on with what is running. Any other exception of a
+        step (of the group, the model, the scheduler) is raised and breaks the engine: this rank may have done part of
+        what the others did, so every later step and submit raises an error that names the first one, and nothing more
+        is stored. Not so an exception of a prompt's ``on_token``: see there.
         """
         if self.closed:
             raise DistKVError("the engine was shut down")
-        news = self._handoff.exchange(self._news_of_rank_0() if self._rank == 0 else None)
+        self._not_broken()
+        # made and encoded before anything is taken off the queue, so that a message that cannot be sent loses nothing
+        mine = self._intake.message(self.config.engine.max_running - len(self._news), self._cap)
+        payload = mine.encode()
         self.steps += 1
-        if news.shutdown:
-            self.closed, self.failed = True, news.failed
-            return self._take_ended()
-        self._step_cache(news)
-        chunks = self.scheduler.plan([_runnable(name, r) for name, r in self._running.items()])
-        if chunks:
-            self._run(chunks)
+        try:
+            news = self._handoff.exchange(mine if self._rank == 0 else None, payload)
+            self._intake.sent(mine)
+            if news.shutdown:
+                self.closed, self.failed = True, news.failed
+                return self._take_ended()
+            self._step_cache(news)
+            chunks = self.scheduler.plan([_runnable(name, r) for name, r in self._running.items()])
+            said = self._run(chunks) if chunks else []
+        except BaseException as error:
+            self._broken = f"step {self.steps} raised {type(error).__name__}: {error}"
+            self._reachable = not isinstance(error, GroupError)
+            raise
+        tell(said)
         return self._take_ended()
 
     def close(self) -> None:
@@ -187,19 +211,7 @@ class Engine:
         self.closed = True
         self.cache.close()
 
-    def _news_of_rank_0(self) -> News:
-        handed: list[NewRequest] = []
-        room = self.config.engine.max_running - len(self._news)
-        while self._backlog and room > 0:
-            pending = self._pending[self._backlog.popleft()]
-            assert pending.new is not None
-            assert pending.chain is not None
-            handed.append(replace(pending.new, matched_cap=self._cap(pending, first=not handed)))
-            room -= 1
-        news, self._outgoing = replace(self._outgoing, requests=tuple(handed)), News()
-        return news
-
-    def _cap(self, pending: Pending, *, first: bool) -> int | None:
+    def _cap(self, pending: Pending, first: bool) -> int | None:
         """Rank 0's match in pages, to spare the others longer lookups; only where it cannot be stale.
 
         A request that has to wait may find more when its turn comes than it does now, so it goes without a cap.
@@ -211,6 +223,9 @@ class Engine:
         return self.cache.peek(pending.chain) or None
 
     def _step_cache(self, news: News) -> None:
+        for name in news.aborts:  # before the requests, as the cache does it: one of them may have the same id
+            if name in self._pending:
+                self._end(name, "aborted")
         requests = []
         for new in news.requests:
             pending = self._pending.setdefault(new.id, Pending(len(new.tokens), new.output_limit))
@@ -232,10 +247,6 @@ class Engine:
         except PeerFailed as error:
             logger.warning("%s; going on", error)
             return
-        finally:
-            for name in news.aborts:
-                if name in self._pending:
-                    self._end(name, "aborted")
         for refused in result.refused:
             self._end(refused.request_id, "refused", refused.error)
         for sequence in result.ready:
@@ -251,7 +262,9 @@ class Engine:
 
     # ---- the batch
 
-    def _run(self, chunks: Sequence[Chunk]) -> None:
+    def _run(self, chunks: Sequence[Chunk]) -> list[Said]:
+        """Computes and commits a batch; returns who is to be told of which token."""
+        check_plan(chunks, self._running)
         rows, tables, sampled, keep, at = [], [], [], [], 0
         for i, chunk in enumerate(chunks):
             running = self._running[chunk.request_id]
@@ -267,8 +280,13 @@ class Engine:
         if self.recording is not None:
             self.recording.ran(chunks, [ids for ids, *_ in rows], tables, sampled, logits)
         tokens = dict(zip(sampled, greedy(logits), strict=True))
+        said = []
         for i, chunk in enumerate(chunks):
+            pending = self._pending[chunk.request_id]
             self._commit(chunk, tokens.get(i))
+            if i in tokens and pending.ask is not None and pending.ask.on_token is not None:
+                said.append((pending.ask.on_token, pending, tokens[i]))
+        return said
 
     def _commit(self, chunk: Chunk, token: int | None) -> None:
         running = self._running[chunk.request_id]
@@ -283,8 +301,6 @@ class Engine:
         pending = self._pending[chunk.request_id]
         if pending.first is None:
             pending.first = time.monotonic()
-        if pending.ask is not None and pending.ask.on_token is not None:
-            pending.ask.on_token(token)
         if token in self.model.stop_ids:
             self._finish(chunk.request_id, "stop")
         elif running.known == len(running.tokens):
@@ -302,22 +318,16 @@ class Engine:
     def _end(self, name: str, reason: FinishReason, error: DistKVError | None = None) -> None:
         pending, running = self._pending.pop(name), self._running.pop(name, None)
         self._news.pop(name, None)
-        out: tuple[int, ...] = ()
-        if running is not None:
-            out = tuple(int(t) for t in running.tokens[pending.prompt_tokens : running.known])
-        text = self.tokenizer.decode(list(out), skip_special_tokens=True) if self.tokenizer is not None else None
-        timed = pending.ask is not None and pending.first is not None
-        completion = Completion(
-            id=name, token_ids=out, text=text, prompt_tokens=pending.prompt_tokens,
-            cached_tokens=running.sequence.cached_tokens if running is not None else 0,
-            ttft_s=pending.first - pending.submitted if timed and pending.first is not None else None,
-            steps=running.steps if running is not None else 0, finish_reason=reason, error=error,
-        )  # fmt: skip
-        self._ended.append(completion)
+        self._intake.ended(name)
+        self._ended.append(completion(name, pending, running, self.tokenizer, reason, error))
 
     def _take_ended(self) -> list[Completion]:
         ended, self._ended = self._ended, []
         return ended
+
+    def _not_broken(self) -> None:
+        if self._broken is not None:
+            raise DistKVError(f"the engine is broken since an earlier step, and takes no more: {self._broken}")
 
     def _only_rank_0(self, what: str) -> None:
         if self._rank:

@@ -106,14 +106,17 @@ class Handoff:
         """This rank in the group."""
         return dist.get_rank(self.group) if self.group is not None else 0
 
-    def exchange(self, news: News | None) -> News:
-        """One message: rank 0 gives ``news``, the others None; every rank gets the same back. Blocks."""
+    def exchange(self, news: News | None, encoded: bytes | None = None) -> News:
+        """One message: rank 0 gives ``news``, the others None; every rank gets the same back. Blocks.
+
+        ``encoded`` is ``news.encode()`` where the caller has it already.
+        """
         if self.group is None:
             return news or _NOTHING
         buffer = torch.zeros(_INLINE, dtype=torch.uint8)
         payload = b""
         if self.rank == 0:
-            payload = b"" if news is None or news == _NOTHING else news.encode()
+            payload = b"" if news is None or news == _NOTHING else encoded or news.encode()
             first = (_MAGIC.to_bytes(8, "little") + len(payload).to_bytes(8, "little") + payload)[:_INLINE]
             buffer[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
         buffer = self._broadcast(buffer)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from distkv.errors import DistKVError, PromptError
 from distkv.keys import Adapter
 
-__all__ = ["Completion", "FinishReason", "Prompt", "check_prompt"]
+__all__ = ["Completion", "FinishReason", "Prompt", "check_prompt", "checked_fields"]
 
 FinishReason = Literal["stop", "length", "aborted", "refused"]
 
@@ -36,7 +37,8 @@ class Prompt:
     write: bool = True
     priority: int = 0
     on_token: Callable[[int], None] | None = None
-    """Called on rank 0 with each token of the answer as soon as it is known."""
+    """Called on rank 0 with each token of the answer, after the batch that gave it: the request may have ended by then.
+    An exception of it is logged, and it is not called again; the request itself goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,53 @@ class Completion:
     """Why it was refused."""
 
 
+def checked_fields(prompt: Prompt) -> Prompt:
+    """The prompt with plain ints and bools in place of numpy's. Raises ``PromptError``, which names the wrong field.
+
+    What is wrong must be found here, on rank 0: once a request is on its way to all ranks it is too late.
+    """
+    if not isinstance(prompt, Prompt):
+        raise PromptError("?", f"a request is a Prompt, not a {type(prompt).__name__}")
+    name = str(prompt.id) if prompt.id is not None else "(without id)"
+    for field in ("id", "salt", "conversation"):
+        value = getattr(prompt, field)
+        if value is not None and not isinstance(value, str):
+            raise PromptError(name, f"{field} must be a str or None, not {value!r}")
+    adapter = prompt.adapter
+    if adapter is not None:
+        if not isinstance(adapter, Adapter) or not isinstance(adapter.name, str):
+            raise PromptError(name, f"adapter must be an Adapter with a name, or None, not {adapter!r}")
+        adapter = Adapter(str(adapter.name), _whole(name, "adapter.generation", adapter.generation))
+    if prompt.on_token is not None and not callable(prompt.on_token):
+        raise PromptError(name, f"on_token must be callable or None, not {prompt.on_token!r}")
+    for field in ("read", "write"):
+        if not isinstance(getattr(prompt, field), (bool, np.bool_)):
+            raise PromptError(name, f"{field} must be True or False, not {getattr(prompt, field)!r}")
+    limit = prompt.output_limit
+    return replace(
+        prompt, adapter=adapter, read=bool(prompt.read), write=bool(prompt.write),
+        output_limit=None if limit is None else _whole(name, "output_limit", limit),
+        priority=_whole(name, "priority", prompt.priority),
+    )  # fmt: skip
+
+
+def _whole(request_id: str, field: str, value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise PromptError(request_id, f"{field} must be a whole number, not {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise PromptError(request_id, f"{field} must be a whole number, not {value!r}") from None
+
+
 def check_prompt(
     request_id: str, tokens: Sequence[int] | np.ndarray, limit: int, vocab: int, context: int
 ) -> np.ndarray:
     """The prompt as int32 ``[n]``. Raises ``PromptError``: empty, ids outside the vocabulary, beyond the context."""
-    ids = np.asarray(tokens)
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(request_id, f"its prompt must be a list of token ids: {error}") from error
     if ids.ndim != 1 or not len(ids):
         raise PromptError(request_id, "its prompt is empty; at least one token is needed")
     if ids.dtype.kind not in "iu":

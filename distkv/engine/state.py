@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from distkv.cache import PrefixCache
 from distkv.chain import KeyChain
 from distkv.engine.handoff import NewRequest
-from distkv.engine.requests import Prompt
+from distkv.engine.requests import Completion, FinishReason, Prompt
+from distkv.engine.schedule import Chunk
+from distkv.errors import DistKVError, SequenceError
 from distkv.keys import Adapter
 from distkv.sequence import Sequence as CacheSequence
 
-__all__ = ["ConversationNames", "Pending", "Running"]
+__all__ = ["ConversationNames", "Pending", "Running", "Said", "check_plan", "completion", "tell"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -38,6 +45,67 @@ class Pending:
     chain: KeyChain | None = None
     submitted: float = 0.0
     first: float | None = None
+    deaf: bool = False
+    """Its ``on_token`` raised and is not called again."""
+
+
+Said = tuple[Callable[[int], None], Pending, int]
+"""Whom to tell of which token."""
+
+
+def tell(said: Sequence[Said]) -> None:
+    """Calls the prompts' own functions; to be called when the batch is over and nothing is left half done."""
+    for on_token, pending, token in said:
+        if pending.deaf:
+            continue
+        try:
+            on_token(token)
+        except Exception:
+            pending.deaf = True
+            name = pending.new.id if pending.new is not None else "?"
+            logger.exception("on_token of request %r raised; it is not called again, the request goes on", name)
+
+
+def check_plan(chunks: Sequence[Chunk], running: Mapping[str, Running]) -> None:
+    """Raises ``SequenceError`` unless each chunk is the next one of a request, and its only one.
+
+    Slots are handed out in order: any other chunk would put its KV in wrong places.
+    """
+    if len({chunk.request_id for chunk in chunks}) < len(chunks):
+        raise SequenceError("the scheduler planned two chunks of one request in one batch")
+    for chunk in chunks:
+        request = running.get(chunk.request_id)
+        if request is None:
+            raise SequenceError(f"the scheduler planned {chunk}, but the request is not running")
+        committed, opened = request.sequence.committed, request.sequence.seq_len
+        if not committed == opened == chunk.start or not 0 < chunk.n <= request.known - committed:
+            raise SequenceError(
+                f"the scheduler planned {chunk}, but of its request {committed} tokens are computed, {opened} opened "
+                f"and {request.known} known"
+            )
+
+
+def completion(
+    name: str,
+    pending: Pending,
+    running: Running | None,
+    tokenizer: Any,
+    reason: FinishReason,
+    error: DistKVError | None,
+) -> Completion:
+    """The end of a request as the caller gets it."""
+    out: tuple[int, ...] = ()
+    if running is not None:
+        out = tuple(int(t) for t in running.tokens[pending.prompt_tokens : running.known])
+    timed = pending.ask is not None and pending.first is not None
+    return Completion(
+        id=name, token_ids=out,
+        text=tokenizer.decode(list(out), skip_special_tokens=True) if tokenizer is not None else None,
+        prompt_tokens=pending.prompt_tokens,
+        cached_tokens=running.sequence.cached_tokens if running is not None else 0,
+        ttft_s=pending.first - pending.submitted if timed and pending.first is not None else None,
+        steps=running.steps if running is not None else 0, finish_reason=reason, error=error,
+    )  # fmt: skip
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch import nn
 from distkv.errors import ModelError
 from distkv.torch_group import named_failures
 
-__all__ = ["allowed_degrees", "check_degree", "part_of", "reduce_outputs"]
+__all__ = ["allowed_degrees", "check_degree", "check_group", "part_of", "place_in", "reduce_outputs"]
 
 _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})
@@ -45,6 +45,20 @@ def check_degree(config: Any, tp: int) -> None:
             f"parallel.tp {tp} does not divide this model ({config.num_attention_heads} heads, "
             f"{config.num_key_value_heads} KV heads, MLP width {config.intermediate_size}); "
             f"allowed: {', '.join(map(str, degrees))}"
+        )
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in a group, and the group's size; None is this process alone."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+
+
+def check_group(name: str, place: tuple[int, int], wanted: tuple[int, int]) -> None:
+    """Raises ``ModelError`` unless rank and size of a group are those of the model's group."""
+    if place != wanted:
+        raise ModelError(
+            f"this process has rank {wanted[0]} of the {wanted[1]} that compute the model, but rank {place[0]} of "
+            f"{place[1]} in {name}; give a group of the same ranks in the same order"
         )
 
 
@@ -95,7 +109,10 @@ def _sum(out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if dist.get_backend(group) != "gloo":
-        dist.all_reduce(out, group=group)
+        with named_failures("a sum of the model", timeout_s, rank=rank):
+            work = dist.all_reduce(out, group=group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=timeout_s))
         return out
     parts = [out if peer == rank else torch.empty_like(out) for peer in range(size)]
     with named_failures("a sum of the model", timeout_s, rank=rank):

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from distkv.engine.engine import Engine
+from distkv.engine.handoff import NewRequest, News
+from distkv.engine.launch import make_groups
+from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
-from distkv.errors import DuplicateRequest, ModelError, PromptError, RequestTooLarge
+from distkv.engine.schedule import Chunk
+from distkv.errors import DistKVError, DuplicateRequest, ModelError, PromptError, RequestTooLarge, SequenceError
+from distkv.keys import Adapter
 from distkv.testing.processes import run_ranks
+from distkv.torch_group import TorchGroup
 from tests.engine import tiny
 
 Folders = Callable[[str, int], Path]
@@ -224,3 +232,161 @@ def failed_case(rank: int, world_size: int, folder: Path, failed: bool) -> bool:
 @pytest.mark.parametrize("failed", [False, True])
 def test_followers_learn_whether_rank_0_failed(folders: Folders, failed: bool) -> None:
     assert run_ranks(failed_case, 2, (folders("llama", 4), failed), timeout_s=240.0) == [failed, failed]
+
+
+# ---- what must not break silently
+
+
+@pytest.mark.parametrize("where", ["forward", "recording", "greedy"])
+def test_an_exception_in_a_batch_breaks_the_engine_and_stores_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory (planted)")
+
+    engine.submit(Prompt(tokens=tiny.tokens(40, 1), id="a", output_limit=30))
+    for _ in range(4):
+        engine.step()
+    assert engine.recording is not None
+    target = {"forward": (engine.model, "forward"), "recording": (engine.recording, "ran")}.get(where)
+    if target is not None:
+        monkeypatch.setattr(*target, fail)
+    else:
+        monkeypatch.setattr("distkv.engine.engine.greedy", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.step()
+    monkeypatch.undo()
+    stored = engine.cache.stats().pages_cached
+    for call in (engine.step, lambda: engine.submit(Prompt(tokens=[5])), lambda: engine.generate([Prompt(tokens=[5])])):
+        with pytest.raises(DistKVError, match=r"broken.*step 5 raised RuntimeError: out of memory \(planted\)"):
+            call()
+    assert engine.cache.stats().pages_cached == stored == 0
+    engine.shutdown()
+    assert engine.closed
+    assert engine.failed
+
+
+def test_a_plan_that_is_not_the_next_chunk_is_refused(folders: Folders) -> None:
+    class Wrong:
+        def plan(self, running: Any) -> list[Chunk]:
+            return [Chunk(running[0].request_id, 8, 8)]
+
+    made = tiny.engine(tiny.config(folders("llama", 4)), scheduler=Wrong())
+    made.submit(Prompt(tokens=tiny.tokens(40, 1), id="a"))
+    with pytest.raises(SequenceError, match="0 tokens are computed, 0 opened and 40 known"):
+        made.step()
+
+
+def test_a_callback_that_raises_is_dropped_and_damages_nothing(
+    folders: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, clean = (tiny.engine(tiny.config(folders("llama", 4), output_limit=20)) for _ in range(2))
+    prompts = [Prompt(tokens=tiny.tokens(20, 1), id="a"), Prompt(tokens=tiny.tokens(21, 2), id="b")]
+    heard: list[int] = []
+
+    def gone(token: int) -> None:
+        heard.append(token)
+        if len(heard) == 3:
+            raise ValueError("client gone")
+
+    done = made.generate([replace(prompts[0], on_token=gone), prompts[1]])
+    assert [c.token_ids for c in done] == [c.token_ids for c in clean.generate(prompts)]
+    assert tuple(heard) == done[0].token_ids[:3]
+    assert "on_token of request 'a' raised" in caplog.text
+    made.cache.check()
+
+
+@pytest.mark.parametrize("abort_at", [5, 6])
+def test_an_abort_that_crosses_the_end_of_its_request_does_not_meet_the_next_one(
+    engine: Engine, abort_at: int
+) -> None:
+    heard: list[bool] = []
+
+    def on_token(token: int) -> None:
+        heard.append(len(heard) + 1 == abort_at and engine.abort("x"))
+
+    engine.submit(Prompt(tokens=tiny.tokens(20, 1), id="x", output_limit=6, on_token=on_token))
+    first = [c for _ in range(8) for c in engine.step()]
+    assert [c.finish_reason for c in first] == ["aborted" if abort_at == 5 else "length"]
+    engine.submit(Prompt(tokens=tiny.tokens(20, 2), id="x", output_limit=6))
+    again = [c for _ in range(8) for c in engine.step()]
+    assert [(c.id, c.finish_reason) for c in again] == [("x", "length")]
+
+
+def test_one_message_ends_a_request_and_begins_another_with_its_id(engine: Engine) -> None:
+    engine.submit(Prompt(tokens=tiny.tokens(40, 1), id="x", output_limit=30))
+    for _ in range(5):
+        engine.step()
+    engine._step_cache(News(
+        aborts=("x",), requests=(NewRequest(id="x", tokens=tiny.tokens(20, 2), output_limit=3),),
+    ))  # fmt: skip
+    done = [c for _ in range(8) for c in engine.step()]
+    assert [(c.finish_reason, c.prompt_tokens) for c in done] == [("aborted", 40), ("length", 20)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("output_limit", 1.5), ("output_limit", True), ("output_limit", "4"), ("priority", None), ("priority", 0.5),
+        ("id", 7), ("id", b"x"), ("conversation", ("user", 1)), ("salt", 5), ("adapter", "lora"), ("read", 1),
+        ("adapter.generation", Adapter("lora", 1.5)), ("adapter", Adapter(7)), ("write", None), ("on_token", 3),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_type_is_named_at_once(engine: Engine, field: str, value: Any) -> None:
+    with pytest.raises(PromptError, match=f"{field} must be"):
+        engine.submit(Prompt(tokens=[5, 6], **{field.partition(".")[0]: value}))
+    assert not engine.busy
+    assert engine.generate([Prompt(tokens=[5, 6], id="r1")])[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("tokens", [[[1], [2, 3]], ["a"], None, [None], 5])
+def test_tokens_of_the_wrong_type_are_a_prompt_error(engine: Engine, tokens: Any) -> None:
+    with pytest.raises(PromptError, match="prompt"):
+        engine.submit(Prompt(tokens=tokens))
+
+
+def numpy_case(rank: int, world_size: int, folder: Path) -> list[tuple[int, ...]]:
+    engine = tiny.engine(tiny.config(folder, tp=world_size))
+    if rank:
+        engine.follow()
+        return []
+    fields: dict[str, Any] = {"output_limit": np.int64(4), "priority": np.int64(4), "read": np.bool_(True)}
+    done = engine.generate([Prompt(tokens=tiny.tokens(20, 1), adapter=Adapter("a", np.int64(1)), **fields)])  # type: ignore[arg-type]
+    engine.shutdown()
+    return [c.token_ids for c in done]
+
+
+def test_numbers_of_numpy_travel_as_plain_ones(folders: Folders) -> None:
+    assert len(run_ranks(numpy_case, 2, (folders("llama", 4),), timeout_s=240.0)[0][0]) == 4
+
+
+def test_a_message_that_cannot_be_encoded_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.submit(Prompt(tokens=[5, 6], id="a"))
+    monkeypatch.setattr(News, "encode", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    assert [c.id for _ in range(6) for c in engine.step()] == ["a"]
+
+
+def groups_case(rank: int, world_size: int, folder: Path, wrong: str) -> str:
+    group, handoff_group, cache_group = make_groups(world_size, 20.0)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    settings = tiny.config(folder, tp=world_size)
+    model = load_model(settings.model, group)
+    groups: dict[str, Any] = {"cache_group": cache_group, "handoff_group": handoff_group}
+    groups |= {
+        "no cache group": {"cache_group": None}, "small cache group": {"cache_group": TorchGroup(alone)},
+        "small hand-off": {"handoff_group": alone},
+    }[wrong]  # fmt: skip
+    with pytest.raises(ModelError) as caught:
+        Engine(settings, model, **groups)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", ["no cache group", "small cache group", "small hand-off"])
+def test_groups_that_are_not_the_models_are_refused(folders: Folders, wrong: str) -> None:
+    results = run_ranks(groups_case, 2, (folders("llama", 4), wrong), timeout_s=240.0)
+    name = "handoff_group" if wrong == "small hand-off" else "cache_group"
+    for rank, message in enumerate(results):
+        assert f"rank {rank} of the 2 that compute the model, but rank 0 of 1 in {name}" in message
