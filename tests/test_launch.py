@@ -120,8 +120,14 @@ def test_what_the_user_sets_is_kept(launch: Launch) -> None:
 def test_the_exit_code_of_the_rank_that_failed_first(launch: Launch) -> None:
     code, errors = launch.run("--module", "a_case", str(launch.config), "--exit", "7")
     assert code == 7
-    assert "rank 1 ended first, with exit code 7" in errors
-    assert "Traceback" not in errors
+    assert errors == "launch: rank 1 ended first, with exit code 7; see what it wrote above\n"
+
+
+def test_help_lists_the_messages(launch: Launch) -> None:
+    process = launch.start("--help")
+    out, errors = process.communicate(timeout=GENEROUS)
+    assert (process.returncode, errors) == (0, "")
+    assert "--messages FILE" in out
 
 
 def test_two_hosts_meet_at_the_master(launch: Launch, tmp_path: Path) -> None:
@@ -154,6 +160,15 @@ def test_an_interrupt_ends_all_ranks(launch: Launch, number: signal.Signals) -> 
     process.send_signal(number)
     _, errors = process.communicate(timeout=GENEROUS)
     assert process.returncode == 128 + number, errors
+    assert errors == f"launch: {number.name}: all ranks were ended\n"
+
+
+def test_an_interrupt_before_the_ranks_have_started(launch: Launch) -> None:
+    process = launch.start("--module", "a_case", str(launch.config), "--stay")
+    time.sleep(0.5)  # Python has started, torch is being imported
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=GENEROUS)
+    assert (process.returncode, errors) == (130, "launch: SIGINT: all ranks were ended\n")
 
 
 @pytest.mark.parametrize(
@@ -166,15 +181,27 @@ def test_an_interrupt_ends_all_ranks(launch: Launch, number: signal.Signals) -> 
         (["a config.yaml"], {"NPROC": "0"}, ["NPROC: must be a whole number"]),
         (["a config.yaml"], {"NNODES": "2"}, ["NODE_RANK: must be set on every host"]),
         (["a config.yaml"], {"NNODES": "2", "NODE_RANK": "0"}, ["MASTER_ADDR: must be set"]),
+        (["a config.yaml", "--mesages", "x"], {}, ["no argument '--mesages'", "did you mean --messages?"]),
+        (["a config.yaml", "more"], {}, ["no argument 'more'"]),
+        (["a config.yaml", "--messages", "nope.jsonl"], {}, ["nope.jsonl: there is no such file"]),
+        (["a config.yaml", "--messages", "wrong.yaml"], {}, ["wrong.yaml, line 1: not valid JSON"]),
+        (["model.yaml"], {}, ["model.source 'nowhere' is neither"]),
+        (["gguf.yaml"], {}, ["there is no file nowhere.gguf"]),
+        (["nccl.yaml"], {}, ["group.transport: is nccl, which needs a GPU"]),
     ],
 )
 def test_one_clear_message_and_exit_code_2(
     launch: Launch, arguments: list[str], env: dict[str, str], parts: list[str]
 ) -> None:
-    (launch.folder / "wrong.yaml").write_text("parallel: {tpp: 2}")
+    for name, text in [
+        ("wrong", "parallel: {tpp: 2}"), ("model", "model: {source: nowhere}"),
+        ("gguf", "model: {source: nowhere.gguf}"), ("nccl", "model: {device: cpu}\ngroup: {transport: nccl}"),
+    ]:  # fmt: skip
+        (launch.folder / f"{name}.yaml").write_text(text)
     code, errors = launch.run(*arguments, **env)
     assert code == 2
     assert "Traceback" not in errors
+    assert errors.count("launch: ") == (1 if arguments else 0), "no rank has started"
     for part in parts:
         assert part in errors
 

