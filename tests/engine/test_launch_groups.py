@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from distkv.engine.engine import Engine
-from distkv.engine.launch import choose_device, launched, make_groups
+from distkv.engine.launch import StartFailed, choose_device, counted, launched, make_groups, on_all_ranks
 from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
-from distkv.errors import ConfigError
+from distkv.errors import ConfigError, GroupTimeout, ModelError
 from distkv.layout import Layout
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny
@@ -61,6 +62,42 @@ def owner_case(rank: int, world_size: int, theirs: bool) -> bool:
 @pytest.mark.parametrize("theirs", [False, True])
 def test_only_a_group_of_our_own_is_destroyed(theirs: bool) -> None:
     assert run_ranks(owner_case, 2, (theirs,), backend=None, timeout_s=GENEROUS) == [theirs] * 2
+
+
+def absent_case(rank: int, world_size: int) -> str:
+    if rank:
+        return "never joined"
+    began = time.monotonic()
+    with pytest.raises(GroupTimeout, match="the meeting of the ranks"), \
+            launched(Layout.from_environment(), world_size, 1.0, start_s=3.0):
+        pass
+    return f"{time.monotonic() - began < 60}"
+
+
+def test_a_rank_that_does_not_join_is_an_error_within_the_deadline() -> None:
+    assert run_ranks(absent_case, 2, backend=None, timeout_s=GENEROUS) == ["True", "never joined"]
+
+
+def failing_start_case(rank: int, world_size: int) -> list[str | None]:
+    def make() -> int:
+        if rank:
+            raise ModelError("none here")
+        return 7
+
+    with launched(Layout.from_environment(), world_size, 30.0) as ranks:
+        assert on_all_ranks(ranks, 30.0, lambda: 5) == 5
+        with pytest.raises(StartFailed) as caught:
+            on_all_ranks(ranks, 30.0, make)
+    return caught.value.errors
+
+
+def test_a_start_that_fails_on_one_rank_fails_on_all() -> None:
+    assert run_ranks(failing_start_case, 2, backend=None, timeout_s=GENEROUS) == [[None, "none here"]] * 2
+
+
+def test_counted() -> None:
+    assert [counted(1, "page"), counted(2, "page")] == ["1 page", "2 pages"]
+    assert counted(0, "batch", "batches") == "0 batches"
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
