@@ -126,7 +126,8 @@ def _launch(arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        print(f"launch: rank {rank} ended first, with exit code {code}; see what it wrote above", file=sys.stderr)
+        if QUICKSTART not in arguments or code != 2:  # that one is a mistake, and rank 0 has said which
+            print(f"launch: rank {rank} ended first, with exit code {code}; see what it wrote above", file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as error:
         return _ended(error.sigval)
