@@ -47,8 +47,8 @@ class EngineConfig(Section):
     divide cache.page_size. null: one page."""
 
     batch_tokens: int = setting(512, agreed=True, low=1, high=1_048_576)
-    """Tokens of one batch. One token of each running answer comes first, then pieces of prompts, each whole or
-    not at all."""
+    """Tokens of one batch, at least chunk_tokens. One token of each running answer comes first, then pieces of
+    prompts, each whole or not at all."""
 
     max_running: int = setting(64, agreed=True, low=1, high=65_536)
     """Requests that are handed to the cache at once; the others wait in the engine's own queue on rank 0."""
@@ -92,6 +92,13 @@ class ServeConfig(Config):
         chunk, page = self.engine.chunk_tokens, self.cache.page_size
         if chunk is not None and page % chunk:
             raise self.wrong("engine.chunk_tokens", f"must divide cache.page_size, which is {page}, got {chunk}")
+        if self.engine.batch_tokens < self.chunk_tokens:
+            least = "engine.chunk_tokens" if chunk is not None else "cache.page_size (as engine.chunk_tokens is null)"
+            raise self.wrong(
+                "engine.batch_tokens",
+                f"must be at least {least}, which is {self.chunk_tokens}, got {self.engine.batch_tokens}: a piece of a "
+                "prompt goes into a batch whole",
+            )
 
     @property
     def chunk_tokens(self) -> int:

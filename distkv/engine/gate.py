@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from distkv.engine.pool import KVPool
 from distkv.engine.record import Place, RecordedRequest, Recording, logits_hash
 from distkv.engine.schedule import Chunk
 from distkv.errors import GateFailed
+from distkv.torch_group import named_failures
 
 __all__ = ["GateReport", "Recomputed", "check", "compare", "recompute", "uncached_schedule"]
 
@@ -75,7 +77,7 @@ def check(
 
     Every rank of the model's group calls it with its own recording of the same run. Raises ``GateFailed`` when
     nothing came from the cache (then there is nothing to prove), and when a request was given pages that were never
-    computed for its tokens; other differences are in the report.
+    computed for its tokens or has tokens that were not computed at all; other differences are in the report.
     """
     if not any(r.cached_tokens for r in recording.requests.values() if r.pages is not None):
         raise GateFailed("no request of the recorded run took a token from the cache: the gate has nothing to compare")
@@ -132,8 +134,10 @@ def recompute(
     # behind the table of the request under test lie pages for rows that only give a batch its size
     table, spare = -(-longest // size), -(-widest // size)
     bench = _Bench(model, recording, model.pool(table + spare, size), np.arange(table, dtype=np.int32))
+    bench.forget()
     out = {}
     for request in todo:
+        _check_covered(request, recording, model.tp_rank)
         if not continued:
             bench.forget()
         out[request.id] = bench.run(request, progress)
@@ -147,10 +151,30 @@ def _same_on_all_ranks(model: Model, recording: Recording) -> None:
     plan = [(r.id, r.origin, r.computed) for r in recording.requests.values() if r.pages is not None]
     mine = xxhash.xxh3_64_intdigest(repr((plan, recording.batches)).encode()) >> 1
     digests = [torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(model.tp_size)]
-    dist.all_gather(digests, torch.tensor([mine], device=model.device), group=model.tp_group)
+    with named_failures("the gate's comparison of schedules", model.timeout_s, rank=model.tp_rank):
+        own = torch.tensor([mine], device=model.device)
+        work = dist.all_gather(digests, own, group=model.tp_group, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=model.timeout_s))
     if any(int(d) != mine for d in digests):
         raise GateFailed("the ranks took pages of different origin from their caches; give all ranks equal pools, and "
                          "pools large enough for the run to be checked")  # fmt: skip
+
+
+def _check_covered(request: RecordedRequest, recording: Recording, rank: int) -> None:
+    """Cached pages and computed chunks must be all tokens of a request: what nobody computed cannot differ either."""
+    at = request.cached_tokens
+    where = f"request {request.id!r}, rank {rank}"
+    if at != len(request.origin) * recording.pool.page_size:
+        raise GateFailed(f"{where}: {at} tokens came from the cache, but {len(request.origin)} pages")
+    for number, i in request.computed:
+        chunk = recording.batches[number].chunks[i]
+        if chunk.start != at:
+            raise GateFailed(f"{where}: tokens {min(at, chunk.start)} to {max(at, chunk.start) - 1} were "
+                             f"{'never computed' if chunk.start > at else 'computed twice'}")  # fmt: skip
+        at += chunk.n
+    if at != request.committed:
+        raise GateFailed(f"{where}: {request.committed} tokens were committed, but {at} were cached or computed")
 
 
 @dataclass
@@ -168,7 +192,7 @@ class _Bench:
     def forget(self) -> None:
         """Nothing that was computed so far is used again."""
         self.kept, self.tokens = [], np.zeros(0, np.int32)
-        self.pool.data.zero_()
+        self.pool.data.fill_(float("nan"))  # an engine's pool begins with zeros: nobody's untouched bytes are equal
 
     def run(self, request: RecordedRequest, progress: Progress | None) -> Recomputed:
         places = self._places(request)

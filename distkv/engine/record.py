@@ -54,6 +54,9 @@ class Recording:
 
     Where a cached page came from is followed by its place in the pool and by nothing else: no key and no index is
     asked, so the cache's own idea of what a page holds does not enter into the check of it.
+
+    ``requests`` is by request id. When an id is used again, the later request is recorded as ``id#2``, then ``id#3``
+    (in ``batches``, too).
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -61,12 +64,18 @@ class Recording:
         self.batches: list[RecordedBatch] = []
         self.requests: dict[str, RecordedRequest] = {}
         self._writers: dict[int, list[Place]] = {}
+        self._names: dict[str, str] = {}
 
     def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
         """A request begins: its prompt, and the first pages of its table if ``cached_tokens`` came from the cache."""
         cached = cached_tokens // self.pool.page_size
         origin = tuple(tuple(self._writers.get(int(page), ())) for page in pages[:cached])
-        self.requests[request_id] = RecordedRequest(request_id, len(tokens), cached_tokens, origin, tokens.copy())
+        name, times = request_id, 1
+        while name in self.requests:
+            times += 1
+            name = f"{request_id}#{times}"
+        self._names[request_id] = name
+        self.requests[name] = RecordedRequest(name, len(tokens), cached_tokens, origin, tokens.copy())
 
     def ran(
         self,
@@ -78,6 +87,7 @@ class Recording:
     ) -> None:
         """A batch: token ids and page table of each chunk, numbers of the chunks sampled, a row of logits for each."""
         number, size = len(self.batches), self.pool.page_size
+        chunks = [chunk._replace(request_id=self._names[chunk.request_id]) for chunk in chunks]
         for i, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
             request = self.requests[chunk.request_id]
             request.computed.append((number, i))
@@ -96,6 +106,6 @@ class Recording:
 
     def ended(self, request_id: str, tokens: np.ndarray, committed: int, pages: np.ndarray) -> None:
         """A request finished; its pages are still its own, and are hashed now."""
-        request = self.requests[request_id]
+        request = self.requests[self._names[request_id]]
         request.tokens, request.committed = tokens.copy(), committed
         request.pages = self.pool.page_hashes(pages, committed)

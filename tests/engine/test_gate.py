@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from distkv.engine import gate
 from distkv.engine.engine import Engine
+from distkv.engine.model import load_model
 from distkv.engine.requests import Completion, Prompt
-from distkv.engine.schedule import Replay
-from distkv.errors import GateFailed
+from distkv.engine.schedule import Chunk, Replay
+from distkv.errors import GateFailed, GroupTimeout
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny
 
@@ -189,7 +193,62 @@ def test_the_schedule_is_the_reason_another_one_gives_other_bits(folders: Folder
     assert not np.array_equal(bits[0], bits[1])
 
 
+def test_an_id_that_is_used_again_names_two_requests(folders: Folders) -> None:
+    engine, prompt = warm(folders)
+    engine.generate([Prompt(tokens=tiny.tokens(40, 2), id="first")])
+    engine.generate([Prompt(tokens=tiny.tokens(40, 2), id="first")])
+    engine.generate([Prompt(tokens=prompt, id="reader")])
+    requests = recording_of(engine).requests
+    assert [(name, r.prompt_tokens, r.cached_tokens) for name, r in requests.items()] == [
+        ("first", 70, 0), ("first#2", 40, 0), ("first#3", 40, 32), ("reader", 70, 64),
+    ]  # fmt: skip
+    for continued in (False, True):
+        report = checked(engine, continued=continued)
+        assert (report.requests, report.differences) == (4, ())
+
+
+@pytest.mark.parametrize("start", [0, 16, 64])
+def test_a_piece_that_nobody_computed_is_found(folders: Folders, start: int) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4)))
+    run, skipped = engine._run, []
+
+    def skipping(chunks: list[Chunk]) -> Any:
+        """Commits one piece of the prompt without computing it."""
+        if chunks[0].start == start and not skipped:
+            skipped.append(chunks[0])
+            sequence = engine._running["a"].sequence
+            sequence.open(chunks[0].n)
+            sequence.commit(chunks[0].n)
+            return []
+        return run(chunks)
+
+    engine._run = skipping  # type: ignore[method-assign, assignment]
+    prompt = tiny.tokens(87, 1)
+    for name in ("a", "b"):
+        engine.generate([Prompt(tokens=prompt, id=name)])
+    engine._run = run  # type: ignore[method-assign]
+    assert skipped
+    with pytest.raises(GateFailed, match=rf"request 'a', rank 0: tokens {start} to {start + 15} were never computed"):
+        gate.recompute(engine.model, recording_of(engine), ["a"])
+    with pytest.raises(GateFailed, match="computed"):
+        checked(engine)
+
+
 # ---- real ranks
+
+
+def late_case(rank: int, world_size: int, folder: Path) -> None:
+    settings = tiny.config(folder, tp=world_size)
+    model = load_model(settings.model, dist.group.WORLD, timeout_s=1.5)
+    if rank:
+        time.sleep(6)
+        return
+    with pytest.raises(GroupTimeout, match=r"comparison of schedules did not end within 1\.5 s"):
+        gate.recompute(model, gate.Recording(model.pool(2, tiny.PAGE)))
+
+
+def test_the_gate_does_not_wait_for_ever(folders: Folders) -> None:
+    run_ranks(late_case, 2, (folders("llama", 4),), timeout_s=60.0)
 
 
 def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -> tuple[gate.GateReport, list[int]]:

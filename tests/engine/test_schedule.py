@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distkv.config import CacheConfig
+from distkv.engine.config import EngineConfig, ServeConfig
 from distkv.engine.schedule import Chunk, Grid, Replay, Runnable
-from distkv.errors import DistKVError
+from distkv.errors import ConfigError, DistKVError
 
 requests = st.lists(
     st.tuples(st.integers(0, 300), st.integers(1, 300), st.booleans()).map(
@@ -53,3 +55,14 @@ def test_a_replay_waits_for_its_requests_and_refuses_what_is_not_its_schedule() 
     assert replay.plan([Runnable("a", 16, 40, False)]) == [Chunk("a", 16, 16)]
     with pytest.raises(DistKVError, match="used up"):
         replay.plan([Runnable("a", 32, 40, False)])
+
+
+@pytest.mark.parametrize(
+    ("page", "chunk", "batch", "least"), [(128, None, 64, "cache.page_size"), (128, 32, 31, "engine.chunk_tokens")]
+)
+def test_a_batch_holds_at_least_one_piece(page: int, chunk: int | None, batch: int, least: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.batch_tokens: must be at least {least}.*got {batch}"):
+        ServeConfig(
+            cache=CacheConfig(page_size=page), engine=EngineConfig(chunk_tokens=chunk, batch_tokens=batch)
+        )
+    ServeConfig(cache=CacheConfig(page_size=page), engine=EngineConfig(chunk_tokens=chunk, batch_tokens=128))
