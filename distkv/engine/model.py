@@ -46,9 +46,11 @@ class Model:
     tp_rank: int = 0
     tp_size: int = 1
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    timeout_s: float = 30.0
+    """Seconds that a rank waits for the others of ``tp_group``."""
 
     def pool(self, pages: int, page_size: int) -> KVPool:
-        """A new, zeroed pool for this rank's heads."""
+        """A new, zeroed pool for this rank's heads. Raises ``ConfigError`` if the memory cannot hold it."""
         return KVPool(
             layers=self.layers, pages=pages, page_size=page_size,
             kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype, device=self.device,
@@ -95,6 +97,7 @@ def load_model(
     rank, tp = (dist.get_rank(tp_group), dist.get_world_size(tp_group)) if tp_group is not None else (0, 1)
     dtype = _DTYPES[config.dtype]
     settings = _settings(folder)
+    _check_sizes(settings, folder)
     check_degree(settings, tp)
     module = _skeleton(settings, dtype, folder)
     _fill(module, folder, dtype, rank, tp)
@@ -117,6 +120,7 @@ def load_model(
         tp_rank=rank,
         tp_size=tp,
         tp_group=tp_group,
+        timeout_s=timeout_s,
     )
 
 
@@ -136,8 +140,19 @@ def _settings(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ModelError(f"{folder / 'config.json'} cannot be used: {error}") from error
+
+
+def _check_sizes(settings: Any, folder: Path) -> None:
+    """Raises ``ModelError`` for sizes of config.json that no model can have."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+                 "num_key_value_heads", "head_dim", "intermediate_size"):  # fmt: skip
+        value = getattr(settings, name, None)
+        if value is None:  # not every kind of model has all of them; one that misses its own is not built
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{folder / 'config.json'} cannot be used: {name} is {value!r}, not a positive number")
 
 
 def _skeleton(settings: Any, dtype: torch.dtype, folder: Path) -> Any:
@@ -150,8 +165,10 @@ def _skeleton(settings: Any, dtype: torch.dtype, folder: Path) -> Any:
     try:
         with no_init_weights():
             module = auto.from_config(settings, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except ValueError as error:
-        raise ModelError(f"a {settings.model_type} model cannot run with paged attention: {error}") from error
+    except Exception as error:
+        raise ModelError(
+            f"{folder / 'config.json'}: a {settings.model_type} model cannot run with paged attention: {error}"
+        ) from error
     if not module._supports_attention_backend:  # there is no public question for it
         raise ModelError(f"{type(module).__name__} does not use transformers' attention interface; it cannot be served")
     with contextlib.suppress(OSError):  # a folder need not have one
@@ -164,9 +181,19 @@ def _stored(folder: Path) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _readable(path), safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 yield name, file
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; it may be incomplete, download it again") from error
 
 
 def _fill(module: Any, folder: Path, dtype: torch.dtype, rank: int, tp: int) -> None:
@@ -218,7 +245,7 @@ def _identity(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
+        with _readable(path), path.open("rb") as file:
             for offset in (0, size // 2, max(0, size - _SAMPLE)):
                 file.seek(offset)
                 digest.update(file.read(_SAMPLE))

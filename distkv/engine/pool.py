@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from pathlib import Path
+
 import numpy as np
 import torch
 import xxhash
 
-__all__ = ["KVPool"]
+from distkv.errors import ConfigError
+
+__all__ = ["KVPool", "available_memory"]
+
+
+_GIB = 1 << 30
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still get from the host without driving others out; None where it is unknown.
+
+    A limit of the control group counts, too, less what its processes hold.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        room = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        room = min(room, max(0, limit - used))
+    return room
+
+
+def _too_large(pages: int, page_size: int, size: int, why: str) -> ConfigError:
+    return ConfigError(
+        "pool.pages",
+        f"needs {size / _GIB:.2f} GiB on this rank ({pages} pages of {page_size} tokens), but {why}; lower it",
+    )
 
 
 class KVPool:
@@ -28,7 +61,14 @@ class KVPool:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (layers, 2, pages, page_size, kv_heads, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        size = math.prod(shape) * dtype.itemsize
+        room = available_memory() if torch.device(device).type == "cpu" else None
+        if room is not None and size > room:
+            raise _too_large(pages, page_size, size, f"{room / _GIB:.2f} GiB are available")
+        try:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # what the allocators of CPU and GPU raise
+            raise _too_large(pages, page_size, size, str(error).splitlines()[0]) from error
         self.layers, self.pages, self.page_size = layers, pages, page_size
         # one flat view per layer and plane, made once: making a view costs more than writing one token
         self._flat = [[self.data[layer, plane].view(-1, kv_heads, head_dim) for plane in (0, 1)]

