@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import torch
 
 from distkv.engine.attention import Batch
 from distkv.engine.config import ModelConfig
+from distkv.engine.engine import Engine
 from distkv.engine.model import Model, load_model, load_tokenizer
-from distkv.errors import ModelError
+from distkv.engine.tensor_parallel import _sum
+from distkv.errors import ConfigError, GroupTimeout, ModelError
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny
 
@@ -129,3 +133,66 @@ def test_a_model_without_the_attention_interface_is_refused(tmp_path: Path) -> N
 def test_a_folder_without_a_tokenizer_is_named(folders: Folders) -> None:
     with pytest.raises(ModelError, match="no tokenizer that can be read"):
         load_tokenizer(ModelConfig(source=str(folders("llama", 4))))
+
+
+def damaged(folder: Path, to: Path, how: str) -> Path:
+    shutil.copytree(folder, to)
+    weights = to / "model.safetensors"
+    if how == "directory":
+        weights.unlink()
+        weights.mkdir()
+    else:
+        os.truncate(weights, {"empty": 0, "head": 1000, "half": weights.stat().st_size // 2}[how])
+    return to
+
+
+@pytest.mark.parametrize("how", ["empty", "head", "half", "directory"])
+def test_weights_that_cannot_be_read_are_named(folders: Folders, tmp_path: Path, how: str) -> None:
+    folder = damaged(folders("llama", 4), tmp_path / "damaged", how)
+    with pytest.raises(ModelError, match=r"damaged/model\.safetensors cannot be read"):
+        load_model(ModelConfig(source=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", 97), ("head_dim", 0), ("num_hidden_layers", -1), ("vocab_size", None), ("hidden_size", "x"),
+        ("num_attention_heads", 0), ("num_key_value_heads", 0), ("max_position_embeddings", 0), ("rope_scaling", 7),
+        ("intermediate_size", 0), ("hidden_act", "nothing"),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_model_can_have_are_named(folders: Folders, tmp_path: Path, field: str, value: Any) -> None:
+    folder = edited(folders("llama", 4), tmp_path / "wrong", **{field: value})
+    with pytest.raises(ModelError, match=r"wrong/config\.json"):
+        load_model(ModelConfig(source=str(folder)))
+
+
+def test_a_pool_beyond_the_memory_is_refused_before_memory_is_touched(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny.config(folders("llama", 4), pages=100_000_000)
+    model = load_model(settings.model)
+    with pytest.raises(ConfigError, match=r"pool\.pages: needs 762\.94 GiB .*GiB are available; lower it"):
+        Engine(settings, model)
+    monkeypatch.setattr("distkv.engine.pool.available_memory", lambda: None)
+    with pytest.raises(ConfigError, match=r"pool\.pages: needs 7629394\.53 GiB on this rank .*; lower it"):
+        model.pool(10**12, tiny.PAGE)  # the allocator itself says no
+
+
+def deadline_case(rank: int, world_size: int) -> float:
+    """The sum of a group that is not gloo, with one rank missing: gloo's own all_reduce stands for NCCL's."""
+    import torch.distributed as dist
+
+    group = dist.new_group()
+    if rank == 1:
+        time.sleep(6)
+        return 0.0
+    dist.get_backend = lambda *_: "another"
+    began = time.monotonic()
+    with pytest.raises(GroupTimeout, match=r"a sum of the model did not end within 1\.5 s"):
+        _sum(torch.ones(4), group, 1.5)
+    return time.monotonic() - began
+
+
+def test_every_kind_of_sum_has_a_deadline() -> None:
+    assert 1 < run_ranks(deadline_case, 2, timeout_s=60.0)[0] < 5

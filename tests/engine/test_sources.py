@@ -100,3 +100,83 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert sources.cache_folder() == tmp_path / "xdg" / "distkv"
     assert sources.cache_folder(Path("~/own")) == tmp_path / "home" / "own"
+
+
+def spawned(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", f"import sys; from pathlib import Path\n{code}", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+HOLD = "import fcntl\nf = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)\n"
+
+
+def test_a_lock_that_is_never_given_back_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = tmp_path / "x.lock"
+    monkeypatch.setattr(sources, "_LOCK_S", 0.5)
+    with spawned(HOLD + "import time; time.sleep(60)", lock) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        waiting = sources._locked(lock, "converting x")
+        with caplog.at_level(logging.INFO), pytest.raises(ModelError, match=rf"held the lock {lock} for 0\.5 s"):
+            waiting.__enter__()
+        holder.kill()
+    assert "converting x once (about 20 s): another rank or program does it" in caplog.text
+    with sources._locked(lock, "converting x"):
+        pass
+
+
+def test_a_finished_folder_needs_no_lock(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = sources.model_folder(str(gguf), tmp_path)
+    monkeypatch.setattr(sources, "_LOCK_S", 0.5)
+    with spawned(HOLD + "import time; time.sleep(60)", f"{folder}.lock") as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with caplog.at_level(logging.INFO):
+            caplog.clear()
+            assert sources.model_folder(str(gguf), tmp_path) == folder
+        holder.kill()
+    assert "convert" not in caplog.text
+
+
+def test_a_conversion_that_does_not_end_is_ended(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_CONVERT_S", 0.3)
+    with pytest.raises(ModelError, match=r"cannot convert .*tiny\.gguf: it was not done after 0\.3 s, and was ended"):
+        sources.model_folder(str(gguf), tmp_path)
+    assert not list(tmp_path.glob("models/*.part"))
+
+
+def converters(of: Path) -> list[int]:
+    """Processes that convert ``of``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if b"distkv.engine.convert" in words and str(of).encode() in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does it")
+def test_no_converter_outlives_its_parent(gguf: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.gguf"
+    own.write_bytes(gguf.read_bytes())
+    code = "from distkv.engine.sources import model_folder\nmodel_folder(sys.argv[1], Path(sys.argv[2]))"
+    with spawned(code, own, tmp_path) as parent:
+        while not converters(own) and parent.poll() is None:
+            time.sleep(0.05)
+        assert parent.poll() is None
+        parent.kill()
+    end = time.monotonic() + 30
+    while converters(own) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not converters(own)
+    time.sleep(0.5)
+    assert not list(tmp_path.glob("models/*/model.safetensors"))
