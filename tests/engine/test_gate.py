@@ -268,13 +268,19 @@ def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -
     return report, [hash for r in recording_of(engine).requests.values() for hash in r.logits.values()]
 
 
-@pytest.mark.parametrize(("kind", "kv_heads", "tp"), [("llama", 12, 2), ("qwen3", 4, 4)])
-def test_the_gate_over_real_ranks(folders: Folders, kind: str, kv_heads: int, tp: int) -> None:
-    results = run_ranks(ranks_case, tp, (folders(kind, kv_heads), None), timeout_s=GENEROUS)
-    for report, logits in results:
-        assert report.differences == ()
-        assert report.cached_tokens >= 4 * tiny.PAGE
-        assert logits == results[0][1], "ranks must have the same logits, bit for bit"
+def ranks_cases(rank: int, world_size: int, paths: list[Path]) -> list[tuple[gate.GateReport, list[int]]]:
+    return [ranks_case(rank, world_size, path, None) for path in paths]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_gate_over_real_ranks(folders: Folders, tp: int) -> None:
+    paths = [folders("llama", 12), folders("qwen3", 4)]
+    by_rank = run_ranks(ranks_cases, tp, (paths,), timeout_s=GENEROUS)
+    for results in zip(*by_rank, strict=True):
+        for report, logits in results:
+            assert report.differences == ()
+            assert report.cached_tokens >= 4 * tiny.PAGE
+            assert logits == results[0][1], "ranks must have the same logits, bit for bit"
 
 
 def test_a_difference_on_one_rank_names_the_rank(folders: Folders) -> None:
