@@ -125,9 +125,12 @@ def recompute(
     have the same tokens and the same origin, so that the turns of one conversation are computed in one pass, every
     token once: much cheaper, and as independent of the cache's code. Results are by request id.
     """
-    _same_on_all_ranks(model, recording)
     ended = [name for name, r in recording.requests.items() if r.pages is not None]
     todo = [recording.requests[name] for name in (ended if names is None else names)]
+    problem = _problem(todo, recording, model.tp_rank)
+    _same_on_all_ranks(model, recording, problem)
+    if problem is not None:
+        raise problem
     size = recording.pool.page_size
     longest = max((r.committed for r in todo), default=0)
     widest = max((sum(c.n for c in b.chunks) for b in recording.batches), default=0)
@@ -137,25 +140,43 @@ def recompute(
     bench.forget()
     out = {}
     for request in todo:
-        _check_covered(request, recording, model.tp_rank)
         if not continued:
             bench.forget()
         out[request.id] = bench.run(request, progress)
     return out
 
 
-def _same_on_all_ranks(model: Model, recording: Recording) -> None:
-    """Ranks compute together, so they need one plan; only ranks that evicted differently can have different ones."""
+def _problem(todo: Sequence[RecordedRequest], recording: Recording, rank: int) -> GateFailed | None:
+    """What this rank's recording has that cannot be compared. Found before the ranks begin to compute together."""
+    try:
+        for request in todo:
+            _check_covered(request, recording, rank)
+            _check_origins(request, recording, rank)
+    except GateFailed as problem:
+        return problem
+    return None
+
+
+def _same_on_all_ranks(model: Model, recording: Recording, problem: GateFailed | None) -> None:
+    """Ranks compute together, so they need one plan; only ranks that evicted differently can have different ones.
+
+    A rank with a ``problem`` of its own tells the others, which raise too: none may wait for it.
+    """
     if model.tp_group is None:
         return
     plan = [(r.id, r.origin, r.computed) for r in recording.requests.values() if r.pages is not None]
-    mine = xxhash.xxh3_64_intdigest(repr((plan, recording.batches)).encode()) >> 1
+    mine = xxhash.xxh3_64_intdigest(repr((plan, recording.batches)).encode()) >> 1 if problem is None else -1
     digests = [torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(model.tp_size)]
     with named_failures("the gate's comparison of schedules", model.timeout_s, rank=model.tp_rank):
         own = torch.tensor([mine], device=model.device)
         work = dist.all_gather(digests, own, group=model.tp_group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=model.timeout_s))
+    if problem is not None:
+        return
+    unable = [rank for rank, d in enumerate(digests) if int(d) == -1]
+    if unable:
+        raise GateFailed(f"nothing was compared: rank {unable[0]} cannot, see its own error")
     if any(int(d) != mine for d in digests):
         raise GateFailed("the ranks took pages of different origin from their caches; give all ranks equal pools, and "
                          "pools large enough for the run to be checked")  # fmt: skip
@@ -175,6 +196,25 @@ def _check_covered(request: RecordedRequest, recording: Recording, rank: int) ->
         at += chunk.n
     if at != request.committed:
         raise GateFailed(f"{where}: {request.committed} tokens were committed, but {at} were cached or computed")
+
+
+def _check_origins(request: RecordedRequest, recording: Recording, rank: int) -> None:
+    """The chunks that filled a cached page must have had this request's tokens there, all of them and no others."""
+    size = recording.pool.page_size
+    for page, origin in enumerate(request.origin):
+        at, end = page * size, (page + 1) * size
+        for place in origin:
+            chunk = recording.batches[place[0]].chunks[place[1]]
+            low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, end)
+            writer = recording.requests[chunk.request_id]
+            if low != at or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
+                break
+            at = high
+        if at != end:
+            raise GateFailed(
+                f"request {request.id!r}, rank {rank}: page {page} came from the cache, but it was not computed for "
+                f"the request's tokens {page * size} to {end - 1}"
+            )
 
 
 @dataclass
@@ -212,7 +252,6 @@ class _Bench:
         """The chunks to compute, in the order of the run; the pages that may be kept are left out."""
         size, keep = self.pool.page_size, 0
         for page, origin in enumerate(request.origin):
-            self._check_origin(request, page, origin)
             end = (page + 1) * size
             same = keep == page and page < len(self.kept) and self.kept[page] == origin and end <= len(self.tokens)
             if same and np.array_equal(self.tokens[page * size : end], request.tokens[page * size : end]):
@@ -230,22 +269,6 @@ class _Bench:
             for page in range(chunk.start // size, (chunk.start + chunk.n - 1) // size + 1):
                 pages[page - first].append(place)
         return [tuple(page) for page in pages]
-
-    def _check_origin(self, request: RecordedRequest, page: int, origin: tuple[Place, ...]) -> None:
-        """The chunks that filled a cached page must have had this request's tokens there, all of them and no others."""
-        size, at = self.pool.page_size, page * self.pool.page_size
-        for place in origin:
-            chunk = self.recording.batches[place[0]].chunks[place[1]]
-            low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, (page + 1) * size)
-            writer = self.recording.requests[chunk.request_id]
-            if low != at or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
-                break
-            at = high
-        if at != (page + 1) * size:
-            raise GateFailed(
-                f"request {request.id!r}, rank {self.model.tp_rank}: page {page} came from the cache, but it was not "
-                f"computed for the request's tokens {page * size} to {(page + 1) * size - 1}"
-            )
 
     def _batch(self, request: RecordedRequest, place: Place) -> torch.Tensor | None:
         """Runs one recorded batch with ``request`` in one chunk of it; returns the chunk's logits if it has any."""

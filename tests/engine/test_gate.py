@@ -287,3 +287,25 @@ def test_a_difference_on_one_rank_names_the_rank(folders: Folders) -> None:
     results = run_ranks(ranks_case, 2, (folders("llama", 4), 1), timeout_s=GENEROUS)
     assert results[0][0].differences == ()
     assert results[1][0].differences == ("request 'a1', rank 1: page 1 (cached), layer 0, values differ",)
+
+
+def foreign_page_case(rank: int, world_size: int, folder: Path) -> str:
+    """Rank 1's recording says that a cached page came from other tokens."""
+    torch.set_num_threads(1)
+    engine = tiny.engine(tiny.config(folder, tp=world_size))
+    if rank == 0:
+        mixed_run(engine)
+        engine.shutdown()
+    else:
+        engine.follow()
+        request = recording_of(engine).requests["a1"]
+        request.origin = (request.origin[1], *request.origin[1:])
+    with pytest.raises(GateFailed) as caught:
+        checked(engine)
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_compare_ends_the_gate_on_all(folders: Folders) -> None:
+    messages = run_ranks(foreign_page_case, 2, (folders("llama", 4),), timeout_s=GENEROUS)
+    assert messages[0] == "nothing was compared: rank 1 cannot, see its own error"
+    assert messages[1].startswith("request 'a1', rank 1: page 0 came from the cache, but it was not computed for")
