@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 
 from distkv.agreement import Agreement
@@ -116,14 +117,8 @@ class PrefixCache:
         vector = self._agreement.begin(message)
         if vector is None:
             return
-        try:
+        with self._ended_by_errors():
             self._ticket = self._group.start(vector, self._books.step)
-        except GroupError as error:
-            self._break(error)
-            raise
-        except BaseException:
-            self._agreement.give_up()
-            raise
 
     def end_step(self) -> StepResult:
         """Takes the group's minimum and commits what follows from it.
@@ -134,16 +129,8 @@ class PrefixCache:
         if self._broken is not None:
             raise self._broken
         ticket, self._ticket = self._ticket, None
-        try:
+        with self._ended_by_errors():
             result = self._agreement.end(ticket.wait() if ticket is not None else None)
-        except PeerFailed:
-            raise
-        except GroupError as error:
-            self._break(error)
-            raise
-        except BaseException:
-            self._agreement.give_up()
-            raise
         if self.config.pool.check:
             self.check()
         return result
@@ -190,6 +177,20 @@ class PrefixCache:
             sequence.abort()
         self._agreement.forget_waiting()
         self._break(SequenceError("the cache was closed"))
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """What is raised inside ends the step and gives its holds back; a group error but PeerFailed ends the group."""
+        try:
+            yield
+        except PeerFailed:
+            raise
+        except GroupError as error:
+            self._break(error)
+            raise
+        except BaseException:  # an interrupt too must leave nothing held
+            self._agreement.give_up()
+            raise
 
     def _break(self, error: DistKVError) -> None:
         self._agreement.give_up()
