@@ -158,8 +158,8 @@ class Books:
             raise InvariantError(f"reserved says {self.reserved}, the sequences say {reserved}")
         if self.room < 0:
             raise InvariantError(f"room is {self.room}: more pages are promised than there are")
-        reclaimable = int(np.count_nonzero(self.pool.indexed & (self.pool.owners == 0) & (self.pool.holds == 0)))
-        held = int(np.count_nonzero((self.pool.holds > 0) & (self.pool.owners == 0)))
+        reclaimable = int(np.count_nonzero(self.pool.cached()))
+        held = int(np.count_nonzero(self.pool.held()))
         if self.pool.free + reclaimable + held + self.pool.live != self.pool.usable:
             raise InvariantError("free, cached, held and live pages do not sum to the pool")
         if self.pool.free + reclaimable < self.reserved:

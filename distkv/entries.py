@@ -56,7 +56,7 @@ class Entries:
         return len(self.page_of)
 
     def run_with(self, page: int) -> Run | None:
-        """The run that has this page."""
+        """The run that has this page; None if the page is not indexed."""
         slot = self.run_of[page]
         return self.runs[slot] if slot >= 0 else None
 
@@ -88,10 +88,9 @@ class Entries:
     def entry(self, key: int, position: int) -> tuple[Run, int] | None:
         """The run and offset of the entry that ``key`` names, if it lies at this chain position."""
         page = self.page_of.get(key)
-        if page is None:
+        run = self.run_with(page) if page is not None else None
+        if run is None:
             return None
-        run = self.runs[self.run_of[page]]
-        assert run is not None
         offset = position - run.start
         return (run, offset) if 0 <= offset < len(run) and run.pages[offset] == page else None
 
@@ -131,8 +130,6 @@ class Entries:
                 break
             pages.append(run.pages[offset])
             last = run
-            if offset + 1 < len(run):
-                continue
         if not pages or not isinstance(last, Run):
             return Match()
         return Match(np.array(pages, np.int32), last, len(pages) - last.start)

@@ -112,8 +112,7 @@ class PrefixIndex:
                     break
                 freed += 1
                 continue
-            slot = self.entries.run_of[page]
-            run = self.entries.runs[slot] if slot >= 0 else None
+            run = self.entries.run_with(page)
             if run is None or run.children or run.pages[-1] != page or self.pool.owners[page] or self.pool.holds[page]:
                 continue
             take = self._cold_suffix(run, n - freed)
@@ -140,7 +139,7 @@ class PrefixIndex:
         Such a page exists if a live child hangs below a cold parent: its owner computed the parent's pages a second
         time and lost to the first writer. Only the one page is freed, since its descendants all have owners or holds.
         """
-        cold = np.flatnonzero(self.pool.indexed & (self.pool.owners == 0) & (self.pool.holds == 0))
+        cold = np.flatnonzero(self.pool.cached())
         slots = self.entries.run_of[cold]
         above: set[int] = set()
         for slot in np.unique(slots).tolist():
@@ -154,7 +153,7 @@ class PrefixIndex:
         if not lowest:
             return False
         page = min(lowest)[1]
-        run = self.entries.runs[self.entries.run_of[page]]
+        run = self.entries.run_with(page)
         assert run is not None
         last_cold = int(np.flatnonzero(self.pool.is_cold(run.page_ids()))[-1])
         self.cascades += 1
@@ -163,7 +162,7 @@ class PrefixIndex:
 
     def drop(self, page: int) -> None:
         """The entry of ``page`` and all its descendants leave the index; pages that nobody else has become free."""
-        run = self.entries.runs[self.entries.run_of[page]] if self.entries.run_of[page] >= 0 else None
+        run = self.entries.run_with(page)
         if run is not None:
             self._drop_subtree(run, run.pages.index(page))
 

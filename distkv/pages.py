@@ -103,6 +103,14 @@ class PagePool:
         cold: npt.NDArray[np.bool_] = (self.owners[pages] == 0) & (self.holds[pages] == 0)
         return cold
 
+    def cached(self) -> npt.NDArray[np.bool_]:
+        """Which pages of the pool the index alone has: bool [total]. O(pages)."""
+        return np.asarray(self.indexed & (self.owners == 0) & (self.holds == 0))
+
+    def held(self) -> npt.NDArray[np.bool_]:
+        """Which pages of the pool are held and have no owner: bool [total]. O(pages)."""
+        return np.asarray((self.holds > 0) & (self.owners == 0))
+
     def leading_live(self, pages: Pages) -> int:
         """How many leading pages have an owner."""
         owned = self.owners[pages] > 0

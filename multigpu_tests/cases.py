@@ -107,8 +107,7 @@ def decisions(rank: int, world_size: int, steps: int, uneven: bool) -> dict[str,
 
 
 def _lose_cached_page(cache: PrefixCache, rng: random.Random) -> None:
-    pool = cache._books.pool
-    cold = [int(p) for p in (pool.indexed & (pool.owners == 0)).nonzero()[0]]
+    cold = [int(p) for p in cache._books.pool.cached().nonzero()[0]]
     if cold:
         cache._books.index.drop(rng.choice(cold))
 

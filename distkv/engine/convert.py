@@ -5,14 +5,13 @@ For ``distkv.engine.sources``, which keeps the result; weights are float32. Ends
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from distkv._parent import die_with
 
 __all__ = ["convert"]
 
@@ -33,16 +32,6 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer_class.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(out)
 
 
-def _end_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, however it ends (Linux; elsewhere nothing)."""
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    _end_with(int(sys.argv[3]))
+    die_with(int(sys.argv[3]))
     convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from distkv.engine.pool import KVPool
 from distkv.engine.record import Place, RecordedRequest, Recording, logits_hash
 from distkv.engine.schedule import Chunk
 from distkv.errors import GateFailed
-from distkv.torch_group import named_failures
+from distkv.torch_group import deadline, named_failures
 
 __all__ = ["GateReport", "Recomputed", "check", "compare", "recompute", "uncached_schedule"]
 
@@ -171,7 +170,7 @@ def _same_on_all_ranks(model: Model, recording: Recording, problem: GateFailed |
         own = torch.tensor([mine], device=model.device)
         work = dist.all_gather(digests, own, group=model.tp_group, async_op=True)
         assert work is not None
-        work.wait(timedelta(seconds=model.timeout_s))
+        work.wait(deadline(model.timeout_s))
     if problem is not None:
         return
     unable = [rank for rank, d in enumerate(digests) if int(d) == -1]

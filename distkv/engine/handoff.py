@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distkv.errors import DistKVError
-from distkv.torch_group import named_failures
+from distkv.torch_group import deadline, named_failures
 
 __all__ = ["Handoff", "NewRequest", "News"]
 
@@ -140,5 +139,5 @@ class Handoff:
         with named_failures("the hand-off from rank 0", self.timeout_s, rank=self.rank):
             work = dist.broadcast(there, group=self.group, group_src=0, async_op=True)
             assert work is not None
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(deadline(self.timeout_s))
         return there.cpu()

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from distkv.errors import ConfigError, DistKVError, GroupTimeout, PeerLost
 from distkv.group import Group
 from distkv.layout import Layout
-from distkv.torch_group import TorchGroup, named_failures
+from distkv.torch_group import TorchGroup, deadline, named_failures
 
 __all__ = [
     "Ranks",
@@ -106,10 +105,10 @@ def make_groups(
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     fast = "nccl" if torch.device(device).type == "cuda" else "gloo"
-    start = timedelta(seconds=max(timeout_s, start_s))
+    start = deadline(max(timeout_s, start_s))
     kinds = (
         (fast, start),
-        ("gloo", max(start, timedelta(seconds=idle_timeout_s))),
+        ("gloo", max(start, deadline(idle_timeout_s))),
         (fast if transport == "auto" else transport, start),
     )
     mine: list[dist.ProcessGroup] = []
@@ -159,7 +158,7 @@ def launched(
     if ours:
         seconds = max(timeout_s, start_s)
         with named_failures("the meeting of the ranks", seconds, rank=rank):
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=deadline(seconds))
     groups = make_groups(tp, timeout_s, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
                          start_s=start_s)  # fmt: skip
     yield Ranks(rank, size, chosen, *groups)

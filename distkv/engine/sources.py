@@ -26,7 +26,7 @@ import xxhash
 
 from distkv.errors import ModelError
 
-__all__ = ["cache_folder", "content_digest", "model_folder"]
+__all__ = ["cache_folder", "file_digest", "model_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def cache_folder(cache_dir: Path | None = None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "distkv"
 
 
-def content_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """128-bit xxHash of a file's bytes, as hex."""
     with path.open("rb") as file:
         if not path.stat().st_size:
@@ -95,7 +95,7 @@ def _converted(gguf: Path, cache_dir: Path | None) -> Path:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"cannot make the cache folder {models}: {error}; set model.cache_dir") from error
-    folder = models / f"{gguf.stem}-{content_digest(gguf)[:16]}-v{_FORMAT}"
+    folder = models / f"{gguf.stem}-{file_digest(gguf)[:16]}-v{_FORMAT}"
     if _problem(folder) is None:
         return folder
     with _locked(folder.with_suffix(folder.suffix + ".lock"), f"converting {gguf.name}"):
@@ -169,7 +169,7 @@ def _convert(gguf: Path, out: Path) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {file.name: content_digest(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    files = {file.name: file_digest(file) for file in sorted(folder.iterdir()) if file.is_file()}
     (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
 
 
@@ -187,7 +187,7 @@ def _problem(folder: Path) -> str | None:
     try:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
         for name, digest in files.items():
-            if content_digest(folder / name) != digest:
+            if file_digest(folder / name) != digest:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"

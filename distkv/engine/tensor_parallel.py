@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distkv.errors import ModelError
-from distkv.torch_group import named_failures
+from distkv.torch_group import deadline, named_failures
 
 __all__ = ["allowed_degrees", "check_degree", "check_group", "part_of", "place_in", "reduce_outputs"]
 
@@ -122,7 +121,7 @@ def _sum(out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
                 works.append(dist.irecv(parts[peer], group=group, group_src=peer))
         for work in works:
             assert work is not None
-            work.wait(timedelta(seconds=timeout_s))
+            work.wait(deadline(timeout_s))
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part

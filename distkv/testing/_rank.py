@@ -7,12 +7,10 @@ broken connection only because another one was quicker; a rank that raised goes 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import os
 import pickle
-import signal
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -20,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from distkv._parent import die_with
 
 __all__ = ["Job", "Raised", "Report", "main"]
 
@@ -65,7 +65,7 @@ def main(job_path: str) -> None:
     """Run the job; does not return."""
     path = Path(job_path)
     job: Job = pickle.loads(path.read_bytes())
-    _die_with(job.parent)
+    die_with(job.parent)
     try:
         _join_group(job)
         _import_target(job)
@@ -160,16 +160,6 @@ def _pickled(result: object) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(f"the target returned a {type(result).__name__}, which cannot be pickled: {error}") from error
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent dies, however it dies (Linux; elsewhere nothing)."""
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(1)
 
 
 def _flush() -> None:

@@ -50,8 +50,7 @@ class SimulatedGroup:
     def lose_cached_page(self, rank: int, rng: random.Random) -> bool:
         """Rank ``rank`` loses one page that only its index has, and the entries below it. False if it has none."""
         books = self.caches[rank]._books
-        pool = books.pool
-        cold = np.flatnonzero(pool.indexed & (pool.owners == 0) & (pool.holds == 0))
+        cold = np.flatnonzero(books.pool.cached())
         if len(cold):
             books.index.drop(int(rng.choice(cold.tolist())))
         return bool(len(cold))
