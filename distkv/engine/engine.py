@@ -19,7 +19,7 @@ from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, FinishReason, Prompt, check_prompt, checked_fields
-from distkv.engine.sampling import greedy
+from distkv.engine.sampling import choose
 from distkv.engine.schedule import Chunk, Grid, Runnable, Scheduler
 from distkv.engine.state import ConversationNames, Pending, Running, Said, check_plan, completion, tell
 from distkv.engine.tensor_parallel import check_group, place_in
@@ -279,7 +279,8 @@ class Engine:
         logits = self.model.forward(Batch.build(self.pool, rows, self.model.dtype), keep)
         if self.recording is not None:
             self.recording.ran(chunks, [ids for ids, *_ in rows], tables, sampled, logits)
-        tokens = dict(zip(sampled, greedy(logits), strict=True))
+        asked = [(self._news[chunks[i].request_id].sampling, chunks[i].start + chunks[i].n) for i in sampled]
+        tokens = dict(zip(sampled, choose(logits, asked), strict=True))
         said = []
         for i, chunk in enumerate(chunks):
             pending = self._pending[chunk.request_id]

@@ -7,13 +7,14 @@ that fits (a step without news, an abort, a short prompt); a longer one is follo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from distkv.engine.sampling import Sampling
 from distkv.errors import DistKVError
 from distkv.torch_group import deadline, named_failures
 
@@ -39,6 +40,8 @@ class NewRequest:
     write: bool = True
     priority: int = 0
     matched_cap: int | None = None
+    sampling: Sampling | None = None
+    """None: greedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +62,13 @@ class News:
     def encode(self) -> bytes:
         """Header as JSON, then the token ids of all requests as little-endian int32."""
         requests = [
-            {**{k: v for k, v in vars(r).items() if k != "tokens"}, "n": len(r.tokens)} for r in self.requests
-        ]  # fmt: skip
+            {
+                **{k: v for k, v in vars(r).items() if k != "tokens"},
+                "sampling": asdict(r.sampling) if r.sampling is not None else None,
+                "n": len(r.tokens),
+            }
+            for r in self.requests
+        ]
         header = json.dumps({**vars(self), "requests": requests}).encode()
         tokens = b"".join(np.ascontiguousarray(r.tokens, dtype="<i4").tobytes() for r in self.requests)
         return len(header).to_bytes(4, "little") + header + tokens
@@ -76,6 +84,8 @@ class News:
             n = fields.pop("n")
             if fields["adapter"] is not None:
                 fields["adapter"] = (fields["adapter"][0], fields["adapter"][1])
+            if fields["sampling"] is not None:
+                fields["sampling"] = Sampling(**fields["sampling"])
             requests.append(NewRequest(tokens=tokens[at : at + n], **fields))
             at += n
         return cls(requests=tuple(requests), **{**header, "aborts": tuple(header["aborts"])})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,17 +12,26 @@ import numpy as np
 
 from distkv.engine.handoff import NewRequest, News
 from distkv.engine.requests import Prompt
+from distkv.engine.sampling import Sampling
 from distkv.engine.state import Pending
 
 __all__ = ["Intake", "new_request"]
 
 
 def new_request(prompt: Prompt, name: str, ids: np.ndarray, limit: int, *, cache: bool) -> NewRequest:
-    """A checked prompt as it goes to all ranks; ``cache=False``: without reading and without writing."""
+    """A checked prompt as it goes to all ranks; ``cache=False``: without reading and without writing.
+
+    A prompt that is to be sampled and has no seed gets one here, so that all ranks have the same.
+    """
+    sampling = None
+    if prompt.temperature:
+        seed = prompt.seed if prompt.seed is not None else secrets.randbits(64)
+        sampling = Sampling(temperature=prompt.temperature, top_k=prompt.top_k, top_p=prompt.top_p, seed=seed)
     return NewRequest(
         id=name, tokens=ids, output_limit=limit, salt=prompt.salt, priority=prompt.priority,
         adapter=(prompt.adapter.name, prompt.adapter.generation) if prompt.adapter is not None else None,
         conversation=prompt.conversation, read=prompt.read and cache, write=prompt.write and cache,
+        sampling=sampling,
     )  # fmt: skip
 
 

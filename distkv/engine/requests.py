@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,15 @@ class Prompt:
     read: bool = True
     write: bool = True
     priority: int = 0
+    temperature: float = 0.0
+    """0: the most likely token each time. Above: tokens are drawn, from logits divided by it."""
+    top_k: int | None = None
+    """Only the so many most likely tokens are drawn; None: all."""
+    top_p: float = 1.0
+    """In (0, 1]: only the fewest most likely tokens (of ``top_k``) whose share of the probability is at least this."""
+    seed: int | None = None
+    """0 to 2**64 - 1. Equal seeds give equal tokens for equal prompts wherever the logits have equal bits; None: rank
+    0 takes one at random. Neither it nor the three before change what is shared in the cache."""
     on_token: Callable[[int], None] | None = None
     """Called on rank 0 with each token of the answer, after the batch that gave it: the request may have ended by then.
     An exception of it is logged, and it is not called again; the request itself goes on."""
@@ -82,21 +93,41 @@ def checked_fields(prompt: Prompt) -> Prompt:
     for field in ("read", "write"):
         if not isinstance(getattr(prompt, field), (bool, np.bool_)):
             raise PromptError(name, f"{field} must be True or False, not {getattr(prompt, field)!r}")
-    limit = prompt.output_limit
+    limit, top_k, seed = prompt.output_limit, prompt.top_k, prompt.seed
     return replace(
         prompt, adapter=adapter, read=bool(prompt.read), write=bool(prompt.write),
         output_limit=None if limit is None else _whole(name, "output_limit", limit),
         priority=_whole(name, "priority", prompt.priority),
+        temperature=_number(name, "temperature", prompt.temperature, "0 or above", lambda x: x >= 0),
+        top_p=_number(name, "top_p", prompt.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1),
+        top_k=None if top_k is None else _whole(name, "top_k", top_k, 1, None),
+        seed=None if seed is None else _whole(name, "seed", seed, 0, 2**64 - 1),
     )  # fmt: skip
 
 
-def _whole(request_id: str, field: str, value: Any) -> int:
+def _whole(request_id: str, field: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise PromptError(request_id, f"{field} must be a whole number, not {value!r}")
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise PromptError(request_id, f"{field} must be a whole number, not {value!r}") from None
+    if low is not None and (number < low or (high is not None and number > high)):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise PromptError(request_id, f"{field} must be {allowed}, not {number}")
+    return number
+
+
+def _number(request_id: str, field: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> float:
+    # numpy's numbers count as Real, its bools and a torch tensor do not
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if real else math.nan
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    if not (math.isfinite(number) and holds(number)):
+        raise PromptError(request_id, f"{field} must be a number {allowed}, not {value!r}")
+    return number
 
 
 def check_prompt(

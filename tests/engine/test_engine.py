@@ -237,7 +237,7 @@ def test_followers_learn_whether_rank_0_failed(folders: Folders, failed: bool) -
 # ---- what must not break silently
 
 
-@pytest.mark.parametrize("where", ["forward", "recording", "greedy"])
+@pytest.mark.parametrize("where", ["forward", "recording", "choose"])
 def test_an_exception_in_a_batch_breaks_the_engine_and_stores_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -252,7 +252,7 @@ def test_an_exception_in_a_batch_breaks_the_engine_and_stores_nothing(
     if target is not None:
         monkeypatch.setattr(*target, fail)
     else:
-        monkeypatch.setattr("distkv.engine.engine.greedy", fail)
+        monkeypatch.setattr("distkv.engine.engine.choose", fail)
     with pytest.raises(RuntimeError, match="planted"):
         engine.step()
     monkeypatch.undo()
