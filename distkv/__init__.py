@@ -25,6 +25,7 @@ from distkv.errors import (
     RequestError,
     RequestTooLarge,
     SequenceError,
+    TableError,
 )
 from distkv.group import Group, LocalGroup, SoloGroup, Ticket
 from distkv.keys import Adapter, Fingerprint, Span
@@ -32,6 +33,8 @@ from distkv.reasons import Reason
 from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
 from distkv.sequence import Sequence
 from distkv.stats import Stats
+from distkv.table_buffers import TableBuffers, TableRing
+from distkv.tables import Tables
 from distkv.torch_group import TorchGroup
 
 __version__ = "0.1.0"
@@ -73,6 +76,10 @@ __all__ = [
     "Span",
     "Stats",
     "StepResult",
+    "TableBuffers",
+    "TableError",
+    "TableRing",
+    "Tables",
     "Ticket",
     "TorchGroup",
     "Waiting",

@@ -17,6 +17,8 @@ from distkv.request import Message, Request, StepResult
 from distkv.sequence import Sequence
 from distkv.start import agree_at_start
 from distkv.stats import Stats
+from distkv.table_buffers import TableBuffers
+from distkv.tables import Tables, build
 
 _NOTHING = Message()
 
@@ -139,7 +141,33 @@ class PrefixCache:
         """All forwards launched up to step ``step`` have ended on this rank: pages that waited for it are free."""
         self._books.retired(step)
 
+    # ---- what kernels ask
+
+    def tables(self, batch: Iterable[tuple[Sequence, int]], *, out: TableBuffers | None = None,
+               pad_to: int | None = None) -> Tables:
+        """The page tables, lengths and slots of one forward pass, as attention kernels take them.
+
+        ``batch`` has one pair for each row: a running sequence, and how many of its opened tokens, counted from the
+        end, the forward computes: at least one, and none that is committed, so that no shared page is written.
+        ``out``: fixed buffers (None: new arrays of just the size). ``pad_to``: add rows of one token, all on scratch
+        pages, up to this number. Changes nothing of the cache, and may differ from rank to rank.
+        Raises SequenceError for a sequence that cannot run or has no such tokens, TableError for buffers that are too
+        small or padding without ``pool.scratch_pages``; nothing is written then.
+        """
+        return build(batch, running=self._agreement.running, page_size=self._books.page_size,
+                     scratch=self._books.pool.scratch, out=out, pad_to=pad_to)
+
     # ---- what there is
+
+    @property
+    def steps(self) -> int:
+        """Steps begun. A forward pass belongs to the step that was begun last when it was launched."""
+        return self._books.step
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether pages of an ended sequence stay in use until :meth:`retired`."""
+        return self._books.asynchronous
 
     @property
     def running(self) -> Mapping[str, Sequence]:

@@ -15,6 +15,7 @@
     +-- GateFailed               a cached run's bits are not an uncached run's  ends: the check
     +-- SequenceError            a call that the sequence's state forbids       ends: the call
     +-- NoRoom                   pages are short now, later there may be room   ends: the call
+    +-- TableError               a batch's tables do not fit into their buffers ends: the call
     +-- InvariantError           the books are wrong: a defect of distkv        ends: the process
     +-- GroupError
         +-- GroupMismatch        agreed fields differ at start                  ends: the start
@@ -51,6 +52,7 @@ __all__ = [
     "RequestError",
     "RequestTooLarge",
     "SequenceError",
+    "TableError",
 ]
 
 
@@ -143,6 +145,19 @@ class NoRoom(DistKVError):
     def __init__(self, pages_short: int, where: str) -> None:
         super().__init__(f"{where}: {pages_short} page(s) short")
         self.pages_short = pages_short
+
+
+class TableError(DistKVError, ValueError):
+    """Tables of a batch that cannot be made in the buffers given. Nothing was written to any of them.
+
+    ``buffer`` names what is wrong; ``needed`` and ``has`` are elements (rows, pages), 0 where size is not the matter.
+    """
+
+    def __init__(self, message: str, buffer: str, needed: int = 0, has: int = 0) -> None:
+        super().__init__(message)
+        self.buffer = buffer
+        self.needed = needed
+        self.has = has
 
 
 class InvariantError(DistKVError, AssertionError):

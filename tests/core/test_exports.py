@@ -15,14 +15,14 @@ from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "reasons", "pages", "books", "sequence",
-           "request", "ballot", "agreement", "stats", "errors"]
+           "request", "ballot", "agreement", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "_settings"]
 LAYERS = [["keys", "encoding", "config", "errors", "_settings"], ["chain"], ["pages"], ["runs"],
-          ["entries", "policy", "reasons"], ["index"],
-          ["books", "stats"], ["request", "sequence"], ["ballot"], ["group", "agreement"], ["torch_group", "start"],
-          ["cache"]]
+          ["entries", "policy", "reasons", "table_buffers"], ["index"],
+          ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement"],
+          ["torch_group", "start"], ["cache"]]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:
