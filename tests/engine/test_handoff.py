@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from distkv.engine.handoff import Handoff, NewRequest, News
+from distkv.engine.sampling import Sampling
 from distkv.testing.processes import run_ranks
 
 REQUESTS = (
@@ -12,6 +13,7 @@ REQUESTS = (
     NewRequest(
         id='é"\n', tokens=np.array([2**31 - 1, 0], np.int32), output_limit=1, salt="s", adapter=("lora", 2),
         conversation="c", read=False, write=False, priority=-1, matched_cap=4,
+        sampling=Sampling(temperature=0.1 + 0.2, top_k=3, top_p=1 / 3, seed=2**64 - 1),
     ),
     NewRequest(id="r3", tokens=np.arange(100_000, dtype=np.int32), output_limit=9),
 )  # fmt: skip

@@ -18,12 +18,15 @@ REQUESTS = 14
 
 
 def prompts() -> list[Prompt]:
-    """Requests that share prefixes of 3 pages, more than the pool can run at once."""
+    """Requests that share prefixes of 3 pages, more than the pool can run at once; some sampled, one without a seed."""
     stems = [tiny.tokens(3 * tiny.PAGE, seed) for seed in (1, 2)]
     return [
-        Prompt(tokens=np.concatenate([stems[i % 2], tiny.tokens(5 + 3 * i, 10 + i)]), id=f"r{i}", output_limit=5)
+        Prompt(
+            tokens=np.concatenate([stems[i % 2], tiny.tokens(5 + 3 * i, 10 + i)]), id=f"r{i}", output_limit=5,
+            temperature=(i % 4) / 2, top_p=1.0 if i % 3 else 0.9, seed=i if i != 3 else None,
+        )
         for i in range(REQUESTS)
-    ]
+    ]  # fmt: skip
 
 
 def case(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
