@@ -59,6 +59,11 @@ class EngineConfig(Section):
     cache: Literal["on", "off"] = setting("on", agreed=True)
     """off: every request neither reads from the cache nor writes to it; everything else is the same."""
 
+    overlap: bool = setting(False, agreed=True)
+    """Whether the cache's collective runs while the model computes. A request that is admitted then joins the batch of
+    the next step and not of this one, unless nothing else is running. With cache.asynchronous it always does, at no
+    such cost."""
+
     idle_timeout_s: float = setting(600.0, agreed=True, above=0, high=31_536_000)
     """Seconds that the other ranks wait for rank 0's next message before they take it for gone."""
 

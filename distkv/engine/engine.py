@@ -1,4 +1,4 @@
-"""The engine's loop: take the ordered message, step the cache, run a batch, sample, commit."""
+"""The engine: requests in on rank 0, and the order in which every rank takes a step."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from distkv.cache import PrefixCache
-from distkv.engine.attention import Batch
 from distkv.engine.config import ServeConfig
-from distkv.engine.handoff import Handoff, NewRequest, News
+from distkv.engine.execution import Execution
+from distkv.engine.handoff import Handoff, News
 from distkv.engine.intake import Intake, new_request
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
-from distkv.engine.requests import Completion, FinishReason, Prompt, check_prompt, checked_fields
-from distkv.engine.sampling import choose
-from distkv.engine.schedule import Chunk, Grid, Runnable, Scheduler
-from distkv.engine.state import ConversationNames, Pending, Running, Said, check_plan, completion, tell
+from distkv.engine.requests import Completion, Prompt, check_prompt, checked_fields
+from distkv.engine.schedule import Grid, Scheduler
+from distkv.engine.state import Pending, Said, tell
 from distkv.engine.tensor_parallel import check_group, place_in
-from distkv.errors import DistKVError, DuplicateRequest, GroupError, MessageError, ModelError, PeerFailed
+from distkv.errors import DistKVError, DuplicateRequest, GroupError, MessageError, ModelError
 from distkv.group import Group
 from distkv.keys import Fingerprint
-from distkv.request import Message, Request
-from distkv.sequence import Sequence as CacheSequence
 
 __all__ = ["Engine"]
 
@@ -64,8 +60,6 @@ class Engine:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
-        self.recording: Recording | None = None
-        self.scheduler = scheduler or Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
         self.steps = 0
         self.closed = False
         self.failed = False
@@ -74,12 +68,22 @@ class Engine:
         self._reachable = True
         self._handoff = Handoff(handoff_group, config.engine.idle_timeout_s)
         self._rank = self._handoff.rank
-        self._chains = ConversationNames(self.cache, config.engine.keep_conversations)
         self._intake = Intake()
-        self._pending: dict[str, Pending] = {}
-        self._news: dict[str, NewRequest] = {}
-        self._running: dict[str, Running] = {}
-        self._ended: list[Completion] = []
+        grid = Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
+        self._work = Execution(
+            self.cache, model, self.pool, scheduler or grid, tokenizer, config.engine.keep_conversations,
+            self._intake.ended,
+        )  # fmt: skip
+        self._overlap = config.engine.overlap
+
+    @property
+    def recording(self) -> Recording | None:
+        """Set it to record what is computed, see :mod:`distkv.engine.record`."""
+        return self._work.recording
+
+    @recording.setter
+    def recording(self, recording: Recording | None) -> None:
+        self._work.recording = recording
 
     # ---- rank 0: requests in
 
@@ -94,23 +98,23 @@ class Engine:
         self._not_broken()
         prompt = checked_fields(prompt)
         name = prompt.id if prompt.id is not None else self._intake.new_name()
-        if name in self._pending:
+        if name in self._work.pending:
             raise DuplicateRequest(name)
         limit = prompt.output_limit if prompt.output_limit is not None else self.config.engine.output_limit
         ids = check_prompt(name, prompt.tokens, limit, self.model.vocab_size, self.model.context)
         new = new_request(prompt, name, ids, limit, cache=self.config.engine.cache == "on")
         began = time.monotonic()
-        pending = Pending(len(ids), limit, prompt, new, self._chains.name(new), began)
-        self._pending[name] = self._intake.backlog[name] = pending
+        pending = Pending(len(ids), limit, prompt, new, self._work.chains.name(new), began)
+        self._work.pending[name] = self._intake.backlog[name] = pending
         return name
 
     def abort(self, request_id: str) -> bool:
         """Ends a request on rank 0's word, at the next step. False when it is unknown or has ended."""
         self._only_rank_0("abort")
-        if request_id not in self._pending:
+        if request_id not in self._work.pending:
             return False
         if self._intake.abort(request_id):
-            self._end(request_id, "aborted")
+            self._work.over(request_id, "aborted")
         return True
 
     def bump(self, weights_version: str) -> None:
@@ -131,7 +135,7 @@ class Engine:
         except DistKVError:
             for name in names:
                 self.abort(name)
-            self._ended = [c for c in self._ended if c.id not in names]
+            self._work.put_back([c for c in self._work.take_ended() if c.id not in names])
             raise
         done: dict[str, Completion] = {}
         others: list[Completion] = []
@@ -141,7 +145,7 @@ class Engine:
                     done[ended.id] = ended
                 else:
                     others.append(ended)
-        self._ended = others + self._ended  # the next step returns what was submitted apart
+        self._work.put_back(others)  # the next step returns what was submitted apart
         return [done[name] for name in names]
 
     def shutdown(self, failed: bool = False) -> None:
@@ -171,7 +175,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request is queued, waiting or running, or has ended and was not returned by a step yet."""
-        return bool(self._pending or self._ended)
+        return bool(self._work.pending or self._work.ended)
 
     # ---- every rank: one step
 
@@ -187,7 +191,7 @@ class Engine:
             raise DistKVError("the engine was shut down")
         self._not_broken()
         # made and encoded before anything is taken off the queue, so that a message that cannot be sent loses nothing
-        mine = self._intake.message(self.config.engine.max_running - len(self._news), self._cap)
+        mine = self._intake.message(self.config.engine.max_running - len(self._work.news), self._cap)
         payload = mine.encode()
         self.steps += 1
         try:
@@ -195,20 +199,37 @@ class Engine:
             self._intake.sent(mine)
             if news.shutdown:
                 self.closed, self.failed = True, news.failed
-                return self._take_ended()
-            self._step_cache(news)
-            chunks = self.scheduler.plan([_runnable(name, r) for name, r in self._running.items()])
-            said = self._run(chunks) if chunks else []
+                self._work.close()
+                return self._work.take_ended()
+            said = self._turn(news)
         except BaseException as error:
             self._broken = f"step {self.steps} raised {type(error).__name__}: {error}"
             self._reachable = not isinstance(error, GroupError)
             raise
         tell(said)
-        return self._take_ended()
+        return self._work.take_ended()
+
+    def _turn(self, news: News) -> list[Said]:
+        """One step after the hand-over. The cache's collective is in flight from ``begin`` to ``end``."""
+        work = self._work
+        work.begin(news)
+        if self.cache.asynchronous:  # the last step's pass was in flight meanwhile, and may be still
+            said = work.land()
+            work.end()
+            if not work.launch():
+                self.cache.retired(self.cache.steps)  # nothing is in flight
+            return said
+        if self._overlap and work.launch():
+            said = work.land()
+            work.end()
+            return said
+        work.end()
+        return work.land() if work.launch() else []
 
     def close(self) -> None:
         """Gives the cache back. Groups and model stay with whoever made them."""
         self.closed = True
+        self._work.close()
         self.cache.close()
 
     def _cap(self, pending: Pending, first: bool) -> int | None:
@@ -222,110 +243,6 @@ class Engine:
             return None
         return self.cache.peek(pending.chain) or None
 
-    def _step_cache(self, news: News) -> None:
-        for name in news.aborts:  # before the requests, as the cache does it: one of them may have the same id
-            if name in self._pending:
-                self._end(name, "aborted")
-        requests = []
-        for new in news.requests:
-            pending = self._pending.setdefault(new.id, Pending(len(new.tokens), new.output_limit))
-            self._news[new.id] = new
-            chain = pending.chain if pending.chain is not None else self._chains.name(new)
-            pending.chain = None
-            request = Request(
-                id=new.id, chain=chain, output_limit=new.output_limit, matched_cap=new.matched_cap,
-                read=new.read, write=new.write, priority=new.priority,
-            )  # fmt: skip
-            requests.append(request)
-        if news.weights_version is not None or news.reset:
-            self._chains.kept.clear()
-        message = Message(
-            requests=tuple(requests), aborts=news.aborts, weights_version=news.weights_version, reset=news.reset
-        )
-        try:
-            result = self.cache.step(message)
-        except PeerFailed as error:
-            logger.warning("%s; going on", error)
-            return
-        for refused in result.refused:
-            self._end(refused.request_id, "refused", refused.error)
-        for sequence in result.ready:
-            self._admit(sequence)
-
-    def _admit(self, sequence: CacheSequence) -> None:
-        new = self._news[sequence.id]
-        tokens = np.empty(len(new.tokens) + new.output_limit, dtype=np.int32)
-        tokens[: len(new.tokens)] = new.tokens
-        self._running[sequence.id] = Running(sequence, tokens, len(new.tokens))
-        if self.recording is not None:
-            self.recording.admitted(sequence.id, new.tokens, sequence.cached_tokens, sequence.page_indices)
-
-    # ---- the batch
-
-    def _run(self, chunks: Sequence[Chunk]) -> list[Said]:
-        """Computes and commits a batch; returns who is to be told of which token."""
-        check_plan(chunks, self._running)
-        rows, tables, sampled, keep, at = [], [], [], [], 0
-        for i, chunk in enumerate(chunks):
-            running = self._running[chunk.request_id]
-            slots = running.sequence.open(chunk.n)
-            end = chunk.start + chunk.n
-            tables.append(running.sequence.page_indices)
-            rows.append((running.tokens[chunk.start : end], chunk.start, slots, tables[-1]))
-            at += chunk.n
-            if end == running.known:
-                sampled.append(i)
-                keep.append(at - 1)
-        logits = self.model.forward(Batch.build(self.pool, rows, self.model.dtype), keep)
-        if self.recording is not None:
-            self.recording.ran(chunks, [ids for ids, *_ in rows], tables, sampled, logits)
-        asked = [(self._news[chunks[i].request_id].sampling, chunks[i].start + chunks[i].n) for i in sampled]
-        tokens = dict(zip(sampled, choose(logits, asked), strict=True))
-        said = []
-        for i, chunk in enumerate(chunks):
-            pending = self._pending[chunk.request_id]
-            self._commit(chunk, tokens.get(i))
-            if i in tokens and pending.ask is not None and pending.ask.on_token is not None:
-                said.append((pending.ask.on_token, pending, tokens[i]))
-        return said
-
-    def _commit(self, chunk: Chunk, token: int | None) -> None:
-        running = self._running[chunk.request_id]
-        running.steps += 1
-        if token is None:
-            running.sequence.commit(chunk.n)
-            return
-        running.sequence.append([token])
-        running.sequence.commit(chunk.n)
-        running.tokens[running.known] = token
-        running.known += 1
-        pending = self._pending[chunk.request_id]
-        if pending.first is None:
-            pending.first = time.monotonic()
-        if token in self.model.stop_ids:
-            self._finish(chunk.request_id, "stop")
-        elif running.known == len(running.tokens):
-            self._finish(chunk.request_id, "length")
-
-    def _finish(self, name: str, reason: FinishReason) -> None:
-        running = self._running[name]
-        if self.recording is not None:
-            known = running.tokens[: running.known]
-            self.recording.ended(name, known, running.sequence.committed, running.sequence.page_indices)
-        running.sequence.finish()
-        self._chains.keep(self._news[name], running.sequence.chain)
-        self._end(name, reason)
-
-    def _end(self, name: str, reason: FinishReason, error: DistKVError | None = None) -> None:
-        pending, running = self._pending.pop(name), self._running.pop(name, None)
-        self._news.pop(name, None)
-        self._intake.ended(name)
-        self._ended.append(completion(name, pending, running, self.tokenizer, reason, error))
-
-    def _take_ended(self) -> list[Completion]:
-        ended, self._ended = self._ended, []
-        return ended
-
     def _not_broken(self) -> None:
         if self._broken is not None:
             raise DistKVError(f"the engine is broken since an earlier step, and takes no more: {self._broken}")
@@ -333,11 +250,6 @@ class Engine:
     def _only_rank_0(self, what: str) -> None:
         if self._rank:
             raise DistKVError(f"{what}() is for rank 0; this is rank {self._rank}, which follows")
-
-
-def _runnable(name: str, running: Running) -> Runnable:
-    committed = running.sequence.committed
-    return Runnable(name, committed, running.known, running.known > running.sequence.prompt_tokens)
 
 
 def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:

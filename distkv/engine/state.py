@@ -14,6 +14,7 @@ from distkv.cache import PrefixCache
 from distkv.chain import KeyChain
 from distkv.engine.handoff import NewRequest
 from distkv.engine.requests import Completion, FinishReason, Prompt
+from distkv.engine.sampling import Sampling
 from distkv.engine.schedule import Chunk
 from distkv.errors import DistKVError, SequenceError
 from distkv.keys import Adapter
@@ -31,6 +32,7 @@ class Running:
     sequence: CacheSequence
     tokens: np.ndarray
     known: int
+    sampling: Sampling | None = None
     steps: int = 0
 
 

@@ -170,7 +170,7 @@ def test_a_failed_ballot_costs_one_step_and_no_request(
 
 def test_a_turn_hashes_its_new_tokens_alone(engine: Engine) -> None:
     tiny.conversation(engine, "c", [tiny.tokens(600, 1)])
-    before = engine._chains.kept["c", None, None]
+    before = engine._work.chains.kept["c", None, None]
     hashed = []
     original = before.namer.hash64
 
@@ -252,7 +252,7 @@ def test_an_exception_in_a_batch_breaks_the_engine_and_stores_nothing(
     if target is not None:
         monkeypatch.setattr(*target, fail)
     else:
-        monkeypatch.setattr("distkv.engine.engine.choose", fail)
+        monkeypatch.setattr("distkv.engine.execution.choose", fail)
     with pytest.raises(RuntimeError, match="planted"):
         engine.step()
     monkeypatch.undo()
@@ -317,7 +317,7 @@ def test_one_message_ends_a_request_and_begins_another_with_its_id(engine: Engin
     engine.submit(Prompt(tokens=tiny.tokens(40, 1), id="x", output_limit=30))
     for _ in range(5):
         engine.step()
-    engine._step_cache(News(
+    engine._turn(News(
         aborts=("x",), requests=(NewRequest(id="x", tokens=tiny.tokens(20, 2), output_limit=3),),
     ))  # fmt: skip
     done = [c for _ in range(8) for c in engine.step()]

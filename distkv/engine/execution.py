@@ -1,0 +1,197 @@
+"""What every rank does with the requests that it was told of: the cache's step, batches, tokens, and their end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distkv.cache import PrefixCache
+from distkv.engine.batch import Flight, Launcher
+from distkv.engine.handoff import NewRequest, News
+from distkv.engine.model import Model
+from distkv.engine.pool import KVPool
+from distkv.engine.record import Recording
+from distkv.engine.requests import Completion, FinishReason
+from distkv.engine.sampling import choose
+from distkv.engine.schedule import Chunk, Runnable, Scheduler
+from distkv.engine.state import ConversationNames, Pending, Running, Said, check_plan, completion
+from distkv.errors import DistKVError, PeerFailed
+from distkv.request import Message, Request
+from distkv.sequence import Sequence as CacheSequence
+
+__all__ = ["Execution"]
+
+logger = logging.getLogger(__name__)
+
+
+class Execution:
+    """Owns the requests from their hand-over to their end, and the batch in flight. Its cache and pool are the
+    engine's. Every rank makes the same calls in the same order; :class:`~distkv.engine.engine.Engine` has the order.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        model: Model,
+        pool: KVPool,
+        scheduler: Scheduler,
+        tokenizer: Any,
+        keep_conversations: int,
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.cache = cache
+        self.model = model
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.recording: Recording | None = None
+        self.chains = ConversationNames(cache, keep_conversations)
+        self.pending: dict[str, Pending] = {}
+        self.news: dict[str, NewRequest] = {}
+        self.running: dict[str, Running] = {}
+        self.flight: Flight | None = None
+        self._launcher = Launcher(model, pool, asynchronous=cache.config.cache.asynchronous)
+        self._on_end = on_end
+        self._ended: list[Completion] = []
+
+    # ---- the cache's step
+
+    def begin(self, news: News) -> None:
+        """Begins the cache's step with what rank 0 told. Aborted requests are over now, in flight or not."""
+        for name in news.aborts:  # before the requests, as the cache does it: one of them may have the same id
+            if name in self.pending:
+                self.over(name, "aborted")
+        requests = []
+        for new in news.requests:
+            pending = self.pending.setdefault(new.id, Pending(len(new.tokens), new.output_limit))
+            self.news[new.id] = new
+            chain = pending.chain if pending.chain is not None else self.chains.name(new)
+            pending.chain = None
+            request = Request(
+                id=new.id, chain=chain, output_limit=new.output_limit, matched_cap=new.matched_cap,
+                read=new.read, write=new.write, priority=new.priority,
+            )  # fmt: skip
+            requests.append(request)
+        if news.weights_version is not None or news.reset:
+            self.chains.kept.clear()
+        self.cache.begin_step(Message(
+            requests=tuple(requests), aborts=news.aborts, weights_version=news.weights_version, reset=news.reset
+        ))  # fmt: skip
+
+    def end(self) -> None:
+        """Ends the cache's step: what was refused is over, what was admitted runs. A ``PeerFailed`` costs the step."""
+        try:
+            result = self.cache.end_step()
+        except PeerFailed as error:
+            logger.warning("%s; going on", error)
+            return
+        for refused in result.refused:
+            self.over(refused.request_id, "refused", refused.error)
+        for sequence in result.ready:
+            self._admit(sequence)
+
+    def _admit(self, sequence: CacheSequence) -> None:
+        new = self.news[sequence.id]
+        tokens = np.empty(len(new.tokens) + new.output_limit, dtype=np.int32)
+        tokens[: len(new.tokens)] = new.tokens
+        self.running[sequence.id] = Running(sequence, tokens, len(new.tokens), new.sampling)
+        if self.recording is not None:
+            self.recording.admitted(sequence.id, new.tokens, sequence.cached_tokens, sequence.page_indices)
+
+    # ---- batches
+
+    def launch(self) -> bool:
+        """Plans a batch of what runs, and launches it. False if there is nothing to run."""
+        chunks = self.scheduler.plan([_runnable(name, r) for name, r in self.running.items()])
+        if not chunks:
+            return False
+        check_plan(chunks, self.running)
+        self.flight = self._launcher.launch(chunks, [self.running[c.request_id] for c in chunks], self.cache.steps)
+        return True
+
+    def land(self) -> list[Said]:
+        """Waits for the batch in flight and commits it; returns who is to be told of which token.
+
+        Of a request that was aborted meanwhile nothing is committed: its tokens are nobody's.
+        """
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return []
+        logits = flight.wait()
+        self.cache.retired(flight.step)
+        if self.recording is not None:
+            self.recording.ran(flight.chunks, flight.ids, flight.tables, flight.sampled, logits)
+        asked = [(flight.running[i].sampling, flight.chunks[i].start + flight.chunks[i].n) for i in flight.sampled]
+        tokens = dict(zip(flight.sampled, choose(logits, asked), strict=True))
+        said = []
+        for i, chunk in enumerate(flight.chunks):
+            if self.running.get(chunk.request_id) is not flight.running[i]:
+                continue
+            pending = self.pending[chunk.request_id]
+            self._commit(chunk, tokens.get(i))
+            if i in tokens and pending.ask is not None and pending.ask.on_token is not None:
+                said.append((pending.ask.on_token, pending, tokens[i]))
+        return said
+
+    def _commit(self, chunk: Chunk, token: int | None) -> None:
+        running = self.running[chunk.request_id]
+        running.steps += 1
+        if token is None:
+            running.sequence.commit(chunk.n)
+            return
+        running.sequence.append([token])
+        running.sequence.commit(chunk.n)
+        running.tokens[running.known] = token
+        running.known += 1
+        pending = self.pending[chunk.request_id]
+        if pending.first is None:
+            pending.first = time.monotonic()
+        if token in self.model.stop_ids:
+            self._finish(chunk.request_id, "stop")
+        elif running.known == len(running.tokens):
+            self._finish(chunk.request_id, "length")
+
+    def _finish(self, name: str, reason: FinishReason) -> None:
+        running = self.running[name]
+        if self.recording is not None:
+            known = running.tokens[: running.known]
+            self.recording.ended(name, known, running.sequence.committed, running.sequence.page_indices)
+        running.sequence.finish()
+        self.chains.keep(self.news[name], running.sequence.chain)
+        self.over(name, reason)
+
+    # ---- the end
+
+    def over(self, name: str, reason: FinishReason, error: DistKVError | None = None) -> None:
+        """A request has ended; :meth:`take_ended` gives its completion."""
+        pending, running = self.pending.pop(name), self.running.pop(name, None)
+        self.news.pop(name, None)
+        self._on_end(name)
+        self._ended.append(completion(name, pending, running, self.tokenizer, reason, error))
+
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`take_ended` would give something."""
+        return bool(self._ended)
+
+    def take_ended(self) -> list[Completion]:
+        """What has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def put_back(self, ended: Sequence[Completion]) -> None:
+        """These are given by the next :meth:`take_ended`, first."""
+        self._ended = [*ended, *self._ended]
+
+    def close(self) -> None:
+        """Waits for the forward pass in flight, whose tokens are dropped."""
+        self._launcher.close()
+        self.flight = None
+
+
+def _runnable(name: str, running: Running) -> Runnable:
+    committed = running.sequence.committed
+    return Runnable(name, committed, running.known, running.known > running.sequence.prompt_tokens)
