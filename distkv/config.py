@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-from distkv._settings import Section, agreed_fields, from_mapping, setting
+from distkv._loading import from_mapping
+from distkv._settings import Section, agreed_fields, setting
 from distkv.errors import ConfigError
 
 __all__ = [
@@ -123,10 +124,14 @@ def load(path: str | os.PathLike[str], cls: type[Any] = Config) -> Any:
     wrong type or impossible raises one ConfigError with the dotted path, file and line, what is allowed, and the
     nearest right name. Needs PyYAML (``pip install "distkv-cache[yaml]"``).
     """
+    mapping, lines = read(path)
+    return from_mapping(mapping, cls, source=os.fspath(path), lines=lines)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    """The mapping in a YAML file, and the line of every dotted path in it. Raises ConfigError; see :func:`load`."""
     source = os.fspath(path)
-    text = _read(source)
-    mapping, lines = _parser()(text, source)
-    return from_mapping(mapping, cls, source=source, lines=lines)
+    return _parser()(_read(source), source)
 
 
 def _parser() -> Callable[[str, str], tuple[Mapping[str, Any], Mapping[str, int]]]:

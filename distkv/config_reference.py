@@ -17,7 +17,8 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distkv._settings import allowed, rule_of, type_hints
+from distkv._settings import rule_of, type_hints
+from distkv._values import allowed
 
 __all__ = ["field_docs", "main", "reference"]
 

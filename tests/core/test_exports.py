@@ -18,8 +18,8 @@ SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "r
            "request", "ballot", "agreement", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "_settings"]
-LAYERS = [["keys", "encoding", "config", "errors", "_settings"], ["chain"], ["pages"], ["runs"],
+CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "_settings", "_values", "_loading"]
+LAYERS = [["keys", "encoding", "config", "errors", "_settings", "_values", "_loading"], ["chain"], ["pages"], ["runs"],
           ["entries", "policy", "reasons", "table_buffers"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement"],
           ["torch_group", "start"], ["cache"]]
