@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from distkv._settings import Derived
 from distkv.config import CacheConfig, Config, GroupConfig, PoolConfig, Section, setting
 
 __all__ = ["EngineConfig", "ModelConfig", "ParallelConfig", "ServeConfig"]
@@ -104,6 +107,17 @@ class ServeConfig(Config):
                 f"must be at least {least}, which is {self.chunk_tokens}, got {self.engine.batch_tokens}: a piece of a "
                 "prompt goes into a batch whole",
             )
+
+    def derived(self) -> Mapping[str, Derived]:
+        from distkv.engine.sources import cache_folder
+
+        found = {}
+        if self.engine.chunk_tokens is None:
+            found["engine.chunk_tokens"] = Derived(self.chunk_tokens, "cache.page_size")
+        if self.model.cache_dir is None:
+            why = "$XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "the home folder"
+            found["model.cache_dir"] = Derived(str(cache_folder()), why)
+        return found
 
     @property
     def chunk_tokens(self) -> int:
