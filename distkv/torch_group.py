@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import secrets
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,13 +17,51 @@ import torch.distributed as dist
 
 from distkv.ballot import Vector
 from distkv.config import GroupConfig
-from distkv.errors import ConfigError, GroupTimeout, PeerLost
+from distkv.errors import ConfigError, GroupError, GroupTimeout, PeerLost
+from distkv.faults import Fault
 from distkv.group import Group, Ticket
+from distkv.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 0.05  # between two looks at the fault while a collective is waited for
+_NAME_BYTES = 8
+_ABORT_TAG = 0x6B76  # of a message that nobody sends
 
 
 def deadline(seconds: float) -> timedelta:
     """``seconds`` as torch takes it: whole milliseconds, and at least one, because it takes 0 for no deadline."""
     return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
+
+
+def transport_failed(error: BaseException) -> bool:
+    """Whether an exception says that communication with another rank failed, and not that this rank did."""
+    if isinstance(error, GroupTimeout | PeerLost | dist.DistError):
+        return True
+    text = str(error)
+    # gloo raises plain RuntimeErrors, with the place in its source
+    return isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text or text == "Operation timed out!")
+
+
+def abort(process_group: dist.ProcessGroup) -> None:
+    """Makes whoever waits in this process for ``process_group`` raise; it cannot be used afterwards. Never blocks long.
+
+    For a callback of :meth:`distkv.Group.on_fault`, from any thread. NCCL has an abort. In gloo that does nothing
+    (torch 2.13); but a receive that passes its deadline breaks all connections of its group, so one is made to do so.
+    """
+    if str(dist.get_backend(process_group)) != "gloo":
+        process_group.abort()
+        return
+    rank = dist.get_rank(process_group)
+    for peer in range(dist.get_world_size(process_group)):
+        if peer == rank:
+            continue
+        try:
+            work = dist.irecv(torch.zeros(1), group=process_group, group_src=peer, tag=_ABORT_TAG)
+            assert work is not None
+            work.wait(deadline(0.001))
+        except RuntimeError:  # this is what it is for; or this connection was broken already
+            logger.debug("aborted the connection to rank %d", peer, exc_info=True)
 
 
 @contextmanager
@@ -44,12 +86,16 @@ class TorchGroup(Group):
     The process group is the caller's: it is used for one all-reduce per step and one exchange at start, never
     destroyed and never reconfigured. The caller makes sub-groups in one global order on all ranks, and issues its
     own collectives on the same group in an order that all ranks share. With NCCL the vector lives on ``device``.
+
+    The first :meth:`exchange` after the cache configured the group starts a watchdog (:mod:`distkv.watchdog`), over the
+    process group's own store or one that is given; :meth:`close`, or the end of the process, ends it.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None,
-                 device: torch.device | str | None = None) -> None:
+                 device: torch.device | str | None = None, store: dist.Store | None = None) -> None:
         """``process_group``: None is the default group. ``timeout_s``: None is the configuration's ``group.timeout_s``.
-        ``device``: None is the CPU, or the current GPU under NCCL."""
+        ``device``: None is the CPU, or the current GPU under NCCL. ``store``: what the watchdog talks through, the same
+        on all ranks; None is the process group's. It is cloned: a TCPStore gets a connection more."""
         self._group = process_group if process_group is not None else dist.group.WORLD
         if self._group is None:
             raise RuntimeError("torch.distributed is not initialised: call init_process_group, or give a process_group")
@@ -61,6 +107,10 @@ class TorchGroup(Group):
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else "cpu"
         self.device = torch.device(device)
+        self._store = store
+        self._beat_s: float | None = None
+        self._watchdog: Watchdog | None = None
+        self._close: weakref.finalize[[], TorchGroup] | None = None
 
     def configure(self, config: GroupConfig) -> None:
         if config.transport not in ("auto", self.backend):
@@ -68,14 +118,43 @@ class TorchGroup(Group):
                                                  f"given uses {self.backend}; give it another one, or set auto")
         if not self._told:
             self.timeout_s = config.timeout_s
+        self._beat_s = config.heartbeat_s if config.heartbeat_s is not None else min(0.5, self.timeout_s / 8)
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def exchange(self, data: bytes, *, purpose: str = "the exchange at start") -> list[bytes]:
+        """See :meth:`Group.exchange`; ``purpose`` is what its errors call it."""
+        data = secrets.token_bytes(_NAME_BYTES) + data
         # The lengths first: data of other lengths is how ranks that were started differently show.
-        with named_failures("the exchange at start", self.timeout_s, rank=self.rank):
+        with named_failures(purpose, self.timeout_s, rank=self.rank):
             lengths = [int(n) for n in self._gather(torch.tensor([len(data)], dtype=torch.int64))]
             padded = np.frombuffer(data.ljust(max(lengths), b"\0"), np.uint8).copy()
             rows = self._gather(torch.from_numpy(padded))
-        return [row[:n].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+        told = [row[:n].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+        if self._beat_s and self._watchdog is None:
+            self._watch(told[0][:_NAME_BYTES].hex())
+        return [row[_NAME_BYTES:] for row in told]
+
+    def _watch(self, name: str) -> None:
+        """Starts the watchdog; ``name`` is the same on all ranks, and no earlier group of this store had it."""
+        store = self._store if self._store is not None else self._own_store()
+        if self.size == 1 or store is None:
+            return
+        assert self._beat_s
+        connection: dist.Store = store.clone()  # type: ignore[attr-defined]  # of its own: a call may block
+        beats = dist.PrefixStore(f"distkv/{name}", connection)
+        self._watchdog = Watchdog(beats, self.board, self.rank, self.size, limit_s=self.timeout_s, beat_s=self._beat_s)
+        self._watchdog.start()
+        # also at the end of the process, while threads can still end; it must not keep the group alive
+        self._close = weakref.finalize(self, self._watchdog.close)
+
+    def _own_store(self) -> dist.Store | None:
+        get = getattr(self._group, "get_group_store", None)
+        store = get() if get is not None else None
+        if store is None or not hasattr(store, "clone"):
+            logger.warning("torch %s gives no store of a process group that can be cloned: no watchdog, so a rank that "
+                           "is lost is noticed by the deadlines alone. Give TorchGroup a store", torch.__version__)
+            return None
+        assert isinstance(store, dist.Store)
+        return store
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mine = tensor.to(self.device)
@@ -86,6 +165,8 @@ class TorchGroup(Group):
         return rows
 
     def start(self, vector: Vector, step: int) -> Ticket:
+        if self._watchdog is not None:
+            self._watchdog.step = step
         tensor = torch.from_numpy(vector).to(self.device)
         with named_failures("the ballot", self.timeout_s, rank=self.rank, step=step):
             work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -93,8 +174,56 @@ class TorchGroup(Group):
         return _TorchTicket(self, tensor, work, step)
 
     def wait_for(self, work: dist.Work) -> None:
-        """Waits within the deadline. Under NCCL a timeout makes this block until the GPU is done, not only enqueue."""
-        work.wait(deadline(self.timeout_s))
+        """Waits within the deadline, or until there is a fault, whose error it raises.
+
+        Under NCCL it waits until the GPU is done, not only until the work is enqueued.
+        """
+        end = time.monotonic() + self.timeout_s
+        if self.backend == "nccl":
+            # a wait of NCCL's that passes its deadline breaks the communicator, so it is asked instead
+            while not work.is_completed() and time.monotonic() < end:
+                self._raise_fault()
+                time.sleep(0)
+            work.wait(deadline(max(0.0, end - time.monotonic())))
+            return
+        while True:
+            left = end - time.monotonic()
+            try:
+                work.wait(deadline(min(left, _SLICE_S)))
+                return
+            except RuntimeError as error:
+                if str(error) != "Operation timed out!" or left <= _SLICE_S:
+                    self._raise_fault()
+                    raise
+            self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        if self.board.fault is not None:
+            raise self.board.fault.error(rank=self.rank)
+
+    # ---- faults
+
+    def report(self, fault: Fault) -> Fault:
+        if self._watchdog is None:
+            return super().report(fault)
+        return self._watchdog.report(fault)
+
+    def explain(self, error: BaseException) -> GroupError | None:
+        if not transport_failed(error):
+            return error if isinstance(error, GroupError) else None
+        fault = self.board.fault
+        if fault is None and self._watchdog is not None:
+            broken = not (isinstance(error, GroupTimeout) or "timed out" in str(error).lower())
+            fault = self._watchdog.explain(broken=broken)
+        if fault is not None:
+            return fault.error(rank=self.rank)
+        if isinstance(error, GroupError):
+            return error
+        return PeerLost("communication", str(error).splitlines()[0], rank=self.rank, step=-1)
+
+    def close(self) -> None:
+        if self._close is not None:
+            self._close()
 
 
 class _TorchTicket(Ticket):

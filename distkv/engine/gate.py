@@ -3,37 +3,31 @@
 A run is recorded (:class:`~distkv.engine.record.Recording`). :func:`recompute` then computes its requests again from
 their first token in a pool of its own, with model and attention alone: no cache, no index, no key. Tokens that the run
 took from cached pages are computed in just the chunks and batches in which those pages had once been filled, and
-then everything that the run computed itself, likewise. :func:`compare` wants the same bits: the logits of every
-position that was sampled and the bytes of every page, both by 64-bit hash.
+then everything that the run computed itself, likewise. :func:`~distkv.engine.compare.compare` wants the same bits: the
+logits of every position that was sampled and the keys and values of every token, all by 64-bit hash.
 
 Why the same schedule: the bits of a matrix product depend on how many rows it has. Batch mates that are not under test
 take part as rows of the right number, so that each product has the size it had.
-
-Why no tolerance: two swapped pages move logits by as much as rounding does.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import xxhash
 
 from distkv.engine.attention import Batch
+from distkv.engine.compare import GateReport, compare
+from distkv.engine.coverage import check_recording
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Place, RecordedRequest, Recording, logits_hash
 from distkv.engine.schedule import Chunk
 from distkv.errors import GateFailed
-from distkv.torch_group import deadline, named_failures
 
-__all__ = ["GateReport", "Recomputed", "check", "compare", "recompute", "uncached_schedule"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Progress", "Recomputed", "check", "recompute", "uncached_schedule"]
 
 Progress = Callable[[str, int, int], None]
 """(request id, batches done, batches in all)."""
@@ -44,29 +38,7 @@ class Recomputed:
     """The bits of one request computed from scratch; the fields are those of ``RecordedRequest``."""
 
     logits: dict[int, int]
-    pages: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class GateReport:
-    """What was compared on this rank. ``differences`` is empty if all bits are the same."""
-
-    requests: int
-    rows: int
-    pages: int
-    cached_tokens: int
-    differences: tuple[str, ...]
-    differing: frozenset[str] = field(default=frozenset())
-    """Ids of the requests that differ."""
-
-    def raise_if_failed(self) -> None:
-        """Raises ``GateFailed`` with the first differences."""
-        if self.differences:
-            shown = "; ".join(self.differences[:3])
-            raise GateFailed(
-                f"{len(self.differences)} difference(s) between the cached run and the uncached one: {shown}",
-                self.differences,
-            )
+    kv: np.ndarray
 
 
 def check(
@@ -78,36 +50,9 @@ def check(
     nothing came from the cache (then there is nothing to prove), and when a request was given pages that were never
     computed for its tokens or has tokens that were not computed at all; other differences are in the report.
     """
-    if not any(r.cached_tokens for r in recording.requests.values() if r.pages is not None):
+    if not any(r.cached_tokens for r in recording.requests.values() if r.kv is not None):
         raise GateFailed("no request of the recorded run took a token from the cache: the gate has nothing to compare")
     return compare(recording, recompute(model, recording, continued=continued, progress=progress), rank=model.tp_rank)
-
-
-def compare(recording: Recording, recomputed: dict[str, Recomputed], *, rank: int = 0) -> GateReport:
-    """Compares the recorded requests that are in ``recomputed`` with it."""
-    differences: list[str] = []
-    differing, rows, pages, cached = set(), 0, 0, 0
-    for name, new in recomputed.items():
-        old, before = recording.requests[name], len(differences)
-        where = f"request {name!r}, rank {rank}"
-        assert old.pages is not None
-        if old.pages.shape != new.pages.shape:
-            differences.append(f"{where}: {len(old.pages)} pages against {len(new.pages)}")
-        else:
-            for page, layer, plane in np.argwhere(old.pages != new.pages).tolist():
-                kind = "cached" if page < len(old.origin) else "own"
-                differences.append(f"{where}: page {page} ({kind}), layer {layer}, {('keys', 'values')[plane]} differ")
-        # after the pages, which are what logits differ by
-        if old.logits.keys() != new.logits.keys():
-            differences.append(f"{where}: logits were taken at other positions")
-        differences += [
-            f"{where}: the logits at position {position} differ"
-            for position, value in sorted(old.logits.items()) if new.logits.get(position, value) != value
-        ]  # fmt: skip
-        if len(differences) > before:
-            differing.add(name)
-        rows, pages, cached = rows + len(old.logits), pages + len(old.pages), cached + old.cached_tokens
-    return GateReport(len(recomputed), rows, pages, cached, tuple(differences), frozenset(differing))
 
 
 def recompute(
@@ -124,12 +69,9 @@ def recompute(
     have the same tokens and the same origin, so that the turns of one conversation are computed in one pass, every
     token once: much cheaper, and as independent of the cache's code. Results are by request id.
     """
-    ended = [name for name, r in recording.requests.items() if r.pages is not None]
+    ended = [name for name, r in recording.requests.items() if r.kv is not None]
     todo = [recording.requests[name] for name in (ended if names is None else names)]
-    problem = _problem(todo, recording, model.tp_rank)
-    _same_on_all_ranks(model, recording, problem)
-    if problem is not None:
-        raise problem
+    check_recording(model, recording, todo)
     size = recording.pool.page_size
     longest = max((r.committed for r in todo), default=0)
     widest = max((sum(c.n for c in b.chunks) for b in recording.batches), default=0)
@@ -143,77 +85,6 @@ def recompute(
             bench.forget()
         out[request.id] = bench.run(request, progress)
     return out
-
-
-def _problem(todo: Sequence[RecordedRequest], recording: Recording, rank: int) -> GateFailed | None:
-    """What this rank's recording has that cannot be compared. Found before the ranks begin to compute together."""
-    try:
-        for request in todo:
-            _check_covered(request, recording, rank)
-            _check_origins(request, recording, rank)
-    except GateFailed as problem:
-        return problem
-    return None
-
-
-def _same_on_all_ranks(model: Model, recording: Recording, problem: GateFailed | None) -> None:
-    """Ranks compute together, so they need one plan; only ranks that evicted differently can have different ones.
-
-    A rank with a ``problem`` of its own tells the others, which raise too: none may wait for it.
-    """
-    if model.tp_group is None:
-        return
-    plan = [(r.id, r.origin, r.computed) for r in recording.requests.values() if r.pages is not None]
-    mine = xxhash.xxh3_64_intdigest(repr((plan, recording.batches)).encode()) >> 1 if problem is None else -1
-    digests = [torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(model.tp_size)]
-    with named_failures("the gate's comparison of schedules", model.timeout_s, rank=model.tp_rank):
-        own = torch.tensor([mine], device=model.device)
-        work = dist.all_gather(digests, own, group=model.tp_group, async_op=True)
-        assert work is not None
-        work.wait(deadline(model.timeout_s))
-    if problem is not None:
-        return
-    unable = [rank for rank, d in enumerate(digests) if int(d) == -1]
-    if unable:
-        raise GateFailed(f"nothing was compared: rank {unable[0]} cannot, see its own error")
-    if any(int(d) != mine for d in digests):
-        raise GateFailed("the ranks took pages of different origin from their caches; give all ranks equal pools, and "
-                         "pools large enough for the run to be checked")  # fmt: skip
-
-
-def _check_covered(request: RecordedRequest, recording: Recording, rank: int) -> None:
-    """Cached pages and computed chunks must be all tokens of a request: what nobody computed cannot differ either."""
-    at = request.cached_tokens
-    where = f"request {request.id!r}, rank {rank}"
-    if at != len(request.origin) * recording.pool.page_size:
-        raise GateFailed(f"{where}: {at} tokens came from the cache, but {len(request.origin)} pages")
-    for number, i in request.computed:
-        chunk = recording.batches[number].chunks[i]
-        if chunk.start != at:
-            raise GateFailed(f"{where}: tokens {min(at, chunk.start)} to {max(at, chunk.start) - 1} were "
-                             f"{'never computed' if chunk.start > at else 'computed twice'}")  # fmt: skip
-        at += chunk.n
-    if at != request.committed:
-        raise GateFailed(f"{where}: {request.committed} tokens were committed, but {at} were cached or computed")
-
-
-def _check_origins(request: RecordedRequest, recording: Recording, rank: int) -> None:
-    """The chunks that filled a cached page must have had this request's tokens there, all of them and no others."""
-    size = recording.pool.page_size
-    for page, origin in enumerate(request.origin):
-        at, end = page * size, (page + 1) * size
-        for place in origin:
-            chunk = recording.batches[place[0]].chunks[place[1]]
-            low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, end)
-            writer = recording.requests[chunk.request_id]
-            if low != at or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
-                break
-            at = high
-        if at != end:
-            raise GateFailed(
-                f"request {request.id!r}, rank {rank}: page {page} came from the cache, but it was not computed for "
-                f"the request's tokens {page * size} to {end - 1}"
-            )
 
 
 @dataclass
@@ -245,7 +116,7 @@ class _Bench:
             if progress is not None:
                 progress(request.id, done + 1, len(places))
         self.tokens = request.tokens[: request.committed]
-        return Recomputed(logits, self.pool.page_hashes(self.table, request.committed))
+        return Recomputed(logits, self.pool.token_hashes(self.table, request.committed))
 
     def _places(self, request: RecordedRequest) -> list[Place]:
         """The chunks to compute, in the order of the run; the pages that may be kept are left out."""

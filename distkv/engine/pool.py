@@ -86,20 +86,21 @@ class KVPool:
         values = planes[1].index_select(0, pages).flatten(0, 1)[:tokens]
         return keys, values
 
-    def page_hashes(self, pages: np.ndarray, tokens: int) -> np.ndarray:
-        """64-bit hashes of the bytes of a sequence's pages: uint64 ``[pages, layers, 2]``.
+    def token_hashes(self, pages: np.ndarray, tokens: int) -> np.ndarray:
+        """64-bit hashes of the bytes of a sequence's first ``tokens`` tokens: uint64 ``[tokens, layers, 2]``.
 
-        ``tokens`` is how many tokens of the table are real: of the last page only these are hashed, since what
-        lies behind them is whatever an earlier owner left.
+        ``pages`` is its page table. By token, so that a difference names its place in the page; what lies behind
+        the tokens in the last page is whatever an earlier owner left, and is not looked at.
         """
-        used = -(-tokens // self.page_size)
-        out = np.zeros((used, self.layers, 2), dtype=np.uint64)
-        for i in range(used):
-            valid = min(self.page_size, tokens - i * self.page_size)
-            page = self.data[:, :, int(pages[i]), :valid].contiguous().view(torch.uint8).cpu().numpy()
-            for layer in range(self.layers):
-                for plane in (0, 1):
-                    out[i, layer, plane] = xxhash.xxh3_64_intdigest(page[layer, plane].data)
+        out = np.empty((tokens, self.layers, 2), dtype=np.uint64)
+        digest = xxhash.xxh3_64_intdigest
+        for first in range(0, tokens, self.page_size):
+            n = min(self.page_size, tokens - first)
+            page = self.data[:, :, int(pages[first // self.page_size]), :n].transpose(0, 2).contiguous()
+            data = memoryview(page.view(torch.uint8).cpu().numpy().data).cast("B")
+            size = len(data) // (n * 2 * self.layers)
+            hashes = np.fromiter((digest(data[i : i + size]) for i in range(0, len(data), size)), dtype=np.uint64)
+            out[first : first + n] = hashes.reshape(n, 2, self.layers).transpose(0, 2, 1)
         return out
 
     def bytes_per_page(self) -> int:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from distkv.config import load
 from distkv.engine import gate
+from distkv.engine.compare import GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, Message, built_in, chat_tokens, read_conversations
 from distkv.engine.engine import Engine
@@ -223,13 +224,13 @@ def _check_and_report(engine: Engine, ranks: Ranks, rows: list[Turn | Refusal], 
     """All ranks: the gate over every turn that was answered with the cache; rank 0 prints what came of it."""
     recording = engine.recording
     assert recording is not None
-    names = [name for name, r in recording.requests.items() if name.endswith("/on") and r.pages is not None]
-    report = gate.GateReport(0, 0, 0, 0, ())
+    names = [name for name, r in recording.requests.items() if name.endswith("/on") and r.kv is not None]
+    report = GateReport(0, 0, 0, 0, ())
     if names:
         these = f"{counted(len(names), 'turn is', 'turns are')} computed again"
         out.phase(f"checking the bits: {these}, without the cache, in the same batches")
         again = gate.recompute(engine.model, recording, names, continued=True, progress=_progress(out))
-        report = gate.compare(recording, again, rank=engine.model.tp_rank)
+        report = compare(recording, again, rank=engine.model.tp_rank)
     refused = sum(isinstance(row, Refusal) for row in rows)
     told = [json.dumps([report.differences, sorted(report.differing), refused]).encode()]
     if ranks.cache_group is not None:

@@ -1,9 +1,10 @@
-"""What an engine run did, in enough detail to be computed again: schedule, tokens, and hashes of logits and pages."""
+"""What an engine run did, in enough detail to be computed again: schedule, tokens, and hashes of logits and KV."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,10 +13,22 @@ import xxhash
 from distkv.engine.pool import KVPool
 from distkv.engine.schedule import Chunk
 
-__all__ = ["Place", "RecordedBatch", "RecordedRequest", "Recording", "logits_hash"]
+__all__ = ["Place", "Recorded", "RecordedBatch", "RecordedRequest", "Recording", "logits_hash"]
 
 Place = tuple[int, int]
 """Where tokens were computed: number of the batch, number of the chunk in it."""
+
+
+class Recorded(Protocol):
+    """The bits of one request: of a run, or computed from scratch."""
+
+    @property
+    def logits(self) -> dict[int, int]:
+        """Position -> hash of the logits that were taken there."""
+
+    @property
+    def kv(self) -> np.ndarray | None:
+        """uint64 [tokens, layers, 2]: hashes of the bytes of each token's keys and values."""
 
 
 def logits_hash(row: torch.Tensor) -> int:
@@ -44,8 +57,11 @@ class RecordedRequest:
     computed: list[Place] = field(default_factory=list)
     logits: dict[int, int] = field(default_factory=dict)
     """Position -> hash of the logits that were taken there."""
-    pages: np.ndarray | None = None
-    """uint64 [pages, layers, 2]: hashes of its pages' bytes when it ended, or None if it has not, or was aborted."""
+    kv: np.ndarray | None = None
+    """uint64 [committed, layers, 2]: hashes of the bytes of each token's keys and values when it ended; None if it has
+    not, or was aborted."""
+    page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32: its pages in the pool when it ended."""
     committed: int = 0
 
 
@@ -108,4 +124,5 @@ class Recording:
         """A request finished; its pages are still its own, and are hashed now."""
         request = self.requests[self._names[request_id]]
         request.tokens, request.committed = tokens.copy(), committed
-        request.pages = self.pool.page_hashes(pages, committed)
+        request.page_ids = pages[: -(-committed // self.pool.page_size)].copy()
+        request.kv = self.pool.token_hashes(pages, committed)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distkv.engine.gate import GateReport
+from distkv.engine.compare import GateReport
 from distkv.engine.launch import counted
 from distkv.engine.requests import Completion
 

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from distkv.engine import gate
+from distkv.engine.compare import GateReport, compare
 from distkv.engine.engine import Engine
 from distkv.engine.model import load_model
+from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
 from distkv.engine.schedule import Chunk, Replay
 from distkv.errors import GateFailed, GroupTimeout
@@ -26,12 +28,12 @@ GENEROUS = 240.0
 TURNS = [tiny.tokens(70, 1), tiny.tokens(21, 2), tiny.tokens(9, 3)]
 
 
-def recording_of(engine: Engine) -> gate.Recording:
+def recording_of(engine: Engine) -> Recording:
     assert engine.recording is not None
     return engine.recording
 
 
-def checked(engine: Engine, **how: bool) -> gate.GateReport:
+def checked(engine: Engine, **how: bool) -> GateReport:
     return gate.check(engine.model, recording_of(engine), **how)
 
 
@@ -66,7 +68,7 @@ def test_pages_of_requests_that_run_or_were_aborted_have_the_same_bits(folders: 
     engine.submit(Prompt(tokens=tiny.tokens(30, 2), id="mate"))
     for _ in range(30):
         engine.step()
-    tokens = engine._running["aborted"].tokens[:66].copy()
+    tokens = engine._work.running["aborted"].tokens[:66].copy()
     engine.submit(Prompt(tokens=tokens, id="reader", output_limit=3))
     for _ in range(2):
         engine.step()
@@ -75,7 +77,7 @@ def test_pages_of_requests_that_run_or_were_aborted_have_the_same_bits(folders: 
         engine.step()
     requests = recording_of(engine).requests
     assert requests["reader"].cached_tokens == 64, "generated text of a request that still ran"
-    assert requests["aborted"].pages is None
+    assert requests["aborted"].kv is None
     report = checked(engine)
     assert (report.requests, report.differences) == (2, ())
 
@@ -104,9 +106,9 @@ def test_an_uncached_engine_that_replays_the_schedule_gives_the_same_bits(folder
     assert again["second"].cached_tokens == 0
     assert again["second"].token_ids == done[0].token_ids
     old, new = recording_of(cached).requests["second"], recording_of(uncached).requests["second"]
-    assert new.pages is not None
-    recomputed = {"second": gate.Recomputed({p: new.logits[p] for p in old.logits}, new.pages)}
-    assert gate.compare(recording_of(cached), recomputed).differences == ()
+    assert new.kv is not None
+    recomputed = {"second": gate.Recomputed({p: new.logits[p] for p in old.logits}, new.kv)}
+    assert compare(recording_of(cached), recomputed).differences == ()
 
 
 def warm(folders: Folders) -> tuple[Engine, np.ndarray]:
@@ -134,7 +136,9 @@ def test_one_nudged_element_of_one_cached_page_is_found_and_named(folders: Folde
     engine.pool.data[1, 0, page, 5, 2, 3] += 1e-6
     engine.generate([Prompt(tokens=np.concatenate([prompt, tiny.tokens(8, 2)]), id="second")])
     report = checked(engine)
-    assert "request 'second', rank 0: page 2 (cached), layer 1, keys differ" in report.differences
+    assert report.differences[0] == (
+        f"request 'second', rank 0: page 2 (cached), layer 1, keys differ: pool page {page}, token 37 (5 of the page)"
+    )
     assert not any("'first'" in d or "page 1 " in d or "page 3 " in d for d in report.differences)
     assert report.differing == {"second"}
     with pytest.raises(GateFailed, match="page 2") as caught:
@@ -187,7 +191,7 @@ def test_the_schedule_is_the_reason_another_one_gives_other_bits(folders: Folder
     for chunk in (16, 4):
         engine = tiny.engine(tiny.config(folders("llama", 12), chunk_tokens=chunk))
         engine.generate([Prompt(tokens=tiny.tokens(75, 1), id="r")])
-        bits.append(recording_of(engine).requests["r"].pages)
+        bits.append(recording_of(engine).requests["r"].kv)
     assert bits[0] is not None
     assert bits[1] is not None
     assert not np.array_equal(bits[0], bits[1])
@@ -216,7 +220,7 @@ def test_a_piece_that_nobody_computed_is_found(folders: Folders, start: int) -> 
         """Commits one piece of the prompt without computing it."""
         if chunks[0].start == start and not skipped:
             skipped.append(chunks[0])
-            sequence = engine._running["a"].sequence
+            sequence = engine._work.running["a"].sequence
             sequence.open(chunks[0].n)
             sequence.commit(chunks[0].n)
             return []
@@ -244,14 +248,14 @@ def late_case(rank: int, world_size: int, folder: Path) -> None:
         time.sleep(6)
         return
     with pytest.raises(GroupTimeout, match=r"comparison of schedules did not end within 1\.5 s"):
-        gate.recompute(model, gate.Recording(model.pool(2, tiny.PAGE)))
+        gate.recompute(model, Recording(model.pool(2, tiny.PAGE)))
 
 
 def test_the_gate_does_not_wait_for_ever(folders: Folders) -> None:
     run_ranks(late_case, 2, (folders("llama", 4),), timeout_s=60.0)
 
 
-def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -> tuple[gate.GateReport, list[int]]:
+def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -> tuple[GateReport, list[int]]:
     torch.set_num_threads(1)
     engine = tiny.engine(tiny.config(folder, tp=world_size))
     if rank == 0:
@@ -262,13 +266,13 @@ def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -
         engine.follow()
     if nudge_on == rank:
         request = recording_of(engine).requests["a1"]
-        assert request.pages is not None
-        request.pages[1, 0, 1] ^= 1
+        assert request.kv is not None
+        request.kv[20, 0, 1] ^= np.uint64(1)
     report = checked(engine)
     return report, [hash for r in recording_of(engine).requests.values() for hash in r.logits.values()]
 
 
-def ranks_cases(rank: int, world_size: int, paths: list[Path]) -> list[tuple[gate.GateReport, list[int]]]:
+def ranks_cases(rank: int, world_size: int, paths: list[Path]) -> list[tuple[GateReport, list[int]]]:
     return [ranks_case(rank, world_size, path, None) for path in paths]
 
 
@@ -286,7 +290,9 @@ def test_the_gate_over_real_ranks(folders: Folders, tp: int) -> None:
 def test_a_difference_on_one_rank_names_the_rank(folders: Folders) -> None:
     results = run_ranks(ranks_case, 2, (folders("llama", 4), 1), timeout_s=GENEROUS)
     assert results[0][0].differences == ()
-    assert results[1][0].differences == ("request 'a1', rank 1: page 1 (cached), layer 0, values differ",)
+    (found,) = results[1][0].differences
+    assert found.startswith("request 'a1', rank 1: page 1 (cached), layer 0, values differ: pool page ")
+    assert found.endswith(", token 20 (4 of the page)")
 
 
 def foreign_page_case(rank: int, world_size: int, folder: Path) -> str:

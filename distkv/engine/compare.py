@@ -1,0 +1,118 @@
+"""Two runs of the same requests, compared bit for bit: the logits of every position sampled, the KV of every token.
+
+No tolerance: two swapped pages move logits by as much as rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from distkv.engine.record import Recorded, RecordedRequest, Recording
+from distkv.errors import GateFailed
+
+__all__ = ["GateReport", "PageDifference", "compare", "differing_pages"]
+
+
+class PageDifference(NamedTuple):
+    """Bytes of one page that are not what they should be, in one layer, in its keys or its values."""
+
+    page: int
+    """Index of the page in its request, or in the prefix that was checked."""
+    pool_page: int
+    """Id of the page in this rank's pool."""
+    layer: int
+    plane: int
+    """0: keys, 1: values."""
+    token: int
+    """Position of the first token that differs, from the start of the sequence."""
+    offset: int
+    """Its place in the page."""
+    tokens: int
+    """How many tokens of the page differ."""
+
+    def text(self, kind: str = "") -> str:
+        """In words; ``kind`` is said of the page (cached or the request's own)."""
+        many = f", {self.tokens} tokens in all" if self.tokens > 1 else ""
+        plane = "values" if self.plane else "keys"
+        return (f"page {self.page}{f' ({kind})' if kind else ''}, layer {self.layer}, {plane} differ: pool page "
+                f"{self.pool_page}, token {self.token} ({self.offset} of the page){many}")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """What was compared on this rank. ``differences`` is empty if all bits are the same."""
+
+    requests: int
+    rows: int
+    """Rows of logits."""
+    pages: int
+    cached_tokens: int
+    differences: tuple[str, ...]
+    differing: frozenset[str] = field(default=frozenset())
+    """Ids of the requests that differ."""
+
+    def raise_if_failed(self) -> None:
+        """Raises ``GateFailed`` with the first differences."""
+        if self.differences:
+            shown = "; ".join(self.differences[:3])
+            raise GateFailed(
+                f"{len(self.differences)} difference(s) between the cached run and the uncached one: {shown}",
+                self.differences,
+            )
+
+
+def differing_pages(
+    differs: np.ndarray, page_ids: np.ndarray, page_size: int, first_page: int = 0
+) -> Iterator[PageDifference]:
+    """``differs`` (bool ``[tokens, layers, 2]``, from page ``first_page`` on) by page, layer and plane, in order.
+
+    ``page_ids`` are the pool pages of the whole sequence.
+    """
+    for page in np.unique(np.flatnonzero(differs.any(axis=(1, 2))) // page_size).tolist():
+        part = differs[page * page_size : (page + 1) * page_size]
+        index = first_page + page
+        for layer, plane in np.argwhere(part.any(axis=0)).tolist():
+            offset = int(part[:, layer, plane].argmax())
+            yield PageDifference(index, int(page_ids[index]), layer, plane, index * page_size + offset, offset,
+                                 int(part[:, layer, plane].sum()))  # fmt: skip
+
+
+def compare(
+    recording: Recording, expected: Mapping[str, Recorded], *, rank: int = 0, titles: Mapping[str, str] | None = None
+) -> GateReport:
+    """Compares the requests of a recording that are in ``expected`` (by their name in the recording) with it.
+
+    ``rank`` and ``titles`` (what a request is called, if not by its name) are for the texts.
+    """
+    differences: list[str] = []
+    differing, rows, pages, cached = set(), 0, 0, 0
+    for name, wanted in expected.items():
+        request = recording.requests[name]
+        where = f"request {(titles or {}).get(name, name)!r}, rank {rank}"
+        found = [f"{where}: {text}" for text in _differences(request, wanted, recording.pool.page_size)]
+        if found:
+            differing.add(name)
+            differences += found
+        rows, pages = rows + len(request.logits), pages + len(request.page_ids)
+        cached += request.cached_tokens
+    return GateReport(len(expected), rows, pages, cached, tuple(differences), frozenset(differing))
+
+
+def _differences(request: RecordedRequest, wanted: Recorded, page_size: int) -> Iterator[str]:
+    assert request.kv is not None
+    assert wanted.kv is not None
+    both = min(len(request.kv), len(wanted.kv))
+    if len(request.kv) != len(wanted.kv):
+        yield f"{len(request.kv)} tokens were computed, against {len(wanted.kv)}"
+    for difference in differing_pages(request.kv[:both] != wanted.kv[:both], request.page_ids, page_size):
+        yield difference.text("cached" if difference.page < len(request.origin) else "own")
+    # after the pages, which are what logits differ by
+    if request.logits.keys() != wanted.logits.keys():
+        yield "logits were taken at other positions"
+    for position, value in sorted(request.logits.items()):
+        if wanted.logits.get(position, value) != value:
+            yield f"the logits at position {position} differ"
