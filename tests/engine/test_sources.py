@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distkv.engine import sources
+from distkv.engine._lock import locked
 from distkv.engine.config import ModelConfig
 from distkv.engine.model import load_model, load_tokenizer
 from distkv.errors import ModelError
@@ -111,19 +112,18 @@ HOLD = "import fcntl\nf = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);
 
 
 def test_a_lock_that_is_never_given_back_is_a_named_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = tmp_path / "x.lock"
-    monkeypatch.setattr(sources, "_LOCK_S", 0.5)
     with spawned(HOLD + "import time; time.sleep(60)", lock) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        waiting = sources._locked(lock, "converting x")
+        waiting = locked(lock, "converting x once", 0.5)
         with caplog.at_level(logging.INFO), pytest.raises(ModelError, match=rf"held the lock {lock} for 0\.5 s"):
             waiting.__enter__()
         holder.kill()
-    assert "converting x once (about 20 s): another rank or program does it" in caplog.text
-    with sources._locked(lock, "converting x"):
+    assert "converting x once: another rank or program does it" in caplog.text
+    with locked(lock, "converting x once", 0.5):
         pass
 
 
