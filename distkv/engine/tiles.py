@@ -1,0 +1,129 @@
+"""Batch invariance: a row's bits must not depend on how many rows are computed with it, nor on its place among them.
+
+The kernels underneath choose by size: a product of 3 rows, of 100 and of 1,000 may add in three orders, attention
+treats its last 512 keys and a last odd query apart, and an activation computes the end of its vector with another
+``exp``. So in this mode a kernel only ever sees a few fixed sizes. A batch is cut into tiles of :data:`ROWS` rows, the
+last one filled with zeros; a larger tile is used only where it was seen, at start and on this machine, to give the
+bits of the small one (:mod:`distkv.engine.invariant`). Keys are gathered into a multiple of :data:`KEYS`, and an
+explicit mask hides what a query must not see, always: the causal kernel is another kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+__all__ = ["KEYS", "ROWS", "SIZES", "Attention", "Rows", "cut", "padded_keys", "padded_queries", "padded_rows"]
+
+ROWS = 16
+"""Rows of the smallest tile. Its bits are the reference for the larger ones."""
+
+SIZES = (256, 64, ROWS)
+"""Tiles that are tried, largest first."""
+
+KEYS = 512
+"""Keys that CPU attention treats as one block; a last block of another size is another kernel."""
+
+
+def padded_rows(n: int) -> int:
+    """Rows of a product or an activation, fillers included."""
+    return -(-n // ROWS) * ROWS
+
+
+def padded_queries(n: int) -> int:
+    """Queries of one request in attention, fillers included."""
+    return -(-n // ROWS) * ROWS
+
+
+def padded_keys(n: int) -> int:
+    """Keys that a tile of queries is given, hidden ones included."""
+    return -(-n // KEYS) * KEYS
+
+
+def cut(n: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """``n`` rows as tiles ``(first, last + 1)``, the largest first; what no size fits is the last tile."""
+    tiles, at = [], 0
+    for size in sizes:
+        while n - at >= size:
+            tiles.append((at, at + size))
+            at += size
+    return [*tiles, (at, n)] if at < n else tiles
+
+
+@dataclass(slots=True)
+class Rows:
+    """Computes ``function`` of ``[..., width]`` row by row, in tiles of ``sizes``. Keeps nothing of its inputs."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    sizes: tuple[int, ...] = SIZES
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        n = len(flat)
+        rows = padded_rows(n)
+        if rows > n:
+            flat = pad(flat, (0, 0, 0, rows - n))
+        tiles = cut(rows, self.sizes)
+        out = self.function(flat) if len(tiles) == 1 else torch.cat([self.function(flat[a:b]) for a, b in tiles])
+        return out[:n].view(*x.shape[:-1], out.shape[-1])
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Rows:
+        """Of a linear layer, or of an activation (a module whose forward takes rows)."""
+        if isinstance(module, nn.Linear):
+            weight, bias = module.weight, module.bias
+            return cls(lambda x: linear(x, weight, bias))
+        return cls(module.forward)
+
+
+@dataclass(slots=True)
+class Attention:
+    """Attention of one request's queries in tiles; ``masks`` has those of the batch that runs, for all its layers."""
+
+    sizes: tuple[int, ...] = SIZES
+    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+    ) -> torch.Tensor:
+        """``query`` is ``[n, heads, d]`` at positions ``start ..``; ``keys``, ``values`` ``[tokens, kv_heads, d]``.
+
+        ``tokens`` is at least ``padded_keys(start + n)``; what lies behind the request's tokens has to be finite.
+        Returns ``[n, heads, d]``.
+        """
+        n = len(query)
+        rows = padded_queries(n)
+        if rows > n:
+            query = pad(query, (0, 0, 0, 0, 0, rows - n))
+        out = []
+        for a, b in cut(rows, self.sizes):
+            visible = padded_keys(start + min(b, n))
+            mask = self._mask(start + a, b - a, visible, query)
+            out.append(_attend(query[a:b], keys[:visible], values[:visible], mask, scale))
+        return (out[0] if len(out) == 1 else torch.cat(out))[:n]
+
+    def _mask(self, first: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+        """``[rows, keys]``, additive. A filler sees what lies before its place: a row of -inf would give NaN."""
+        found = self.masks.get((first, rows, keys))
+        if found is None:
+            hidden = torch.ones(rows, keys, dtype=torch.bool, device=like.device).triu_(diagonal=first + 1)
+            found = torch.zeros(rows, keys, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+            self.masks[first, rows, keys] = found
+        return found
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    rows, heads, d = query.shape
+    tokens, kv_heads, _ = keys.shape
+    group = heads // kv_heads
+    q = query.reshape(rows, kv_heads, group, d).permute(1, 2, 0, 3)
+    k = keys.permute(1, 0, 2).unsqueeze(1).expand(kv_heads, group, tokens, d)
+    v = values.permute(1, 0, 2).unsqueeze(1).expand(kv_heads, group, tokens, d)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(rows, heads, d)
