@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from distkv.engine.pool import KVPool
+from distkv.engine.tiles import Attention, padded_keys
 from distkv.errors import ModelError
 
 __all__ = ["ATTENTION_NAME", "Batch", "Span", "paged_attention", "register"]
@@ -43,7 +44,7 @@ class Batch:
 
     ``calls`` counts the layers that came through :func:`paged_attention`, so that a model which computes attention
     in some other way is found out and not served without its KV memory. A span with an empty table is a filler: its
-    rows are computed to give a batch its size, and attend to nothing.
+    rows are computed to give a batch its size, and attend to nothing. ``tiled`` is how a batch-invariant model attends.
     """
 
     pool: KVPool
@@ -52,6 +53,7 @@ class Batch:
     slots: torch.Tensor
     spans: Sequence[Span]
     calls: int = field(default=0)
+    tiled: Attention | None = None
 
     @classmethod
     def build(
@@ -133,7 +135,12 @@ def paged_attention(
         if not len(span.pages):
             out[rows] = 0
             continue
-        keys, values = distkv.pool.gather(layer, span.pages, span.start + span.n)
+        tokens = span.start + span.n
+        if distkv.tiled is not None:
+            keys, values = distkv.pool.gather(layer, span.pages, tokens, padded_keys(tokens))
+            out[rows] = distkv.tiled(q[rows], keys, values, span.start, scale)
+            continue
+        keys, values = distkv.pool.gather(layer, span.pages, tokens)
         out[rows] = _attend(q[rows], keys, values, span, scale)
     distkv.calls += 1
     return out.unsqueeze(0), None

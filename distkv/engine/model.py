@@ -17,7 +17,8 @@ from distkv.engine.attention import ATTENTION_NAME, Batch, register
 from distkv.engine.config import ModelConfig
 from distkv.engine.pool import KVPool
 from distkv.engine.sources import model_folder
-from distkv.engine.tensor_parallel import check_degree, part_of, reduce_outputs
+from distkv.engine.tensor_parallel import Sums, check_degree, part_of, reduce_outputs
+from distkv.engine.tiles import Attention
 from distkv.errors import ModelError
 
 __all__ = ["Model", "load_model", "load_tokenizer"]
@@ -48,6 +49,10 @@ class Model:
     tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
     timeout_s: float = 30.0
     """Seconds that a rank waits for the others of ``tp_group``."""
+    sums: Sums | None = field(default=None, repr=False)
+    """How the parts of ``tp_group`` are added up."""
+    query_tiles: tuple[int, ...] | None = None
+    """Set by :func:`distkv.engine.invariant.enable`: this model is batch-invariant, with these tiles of queries."""
 
     def pool(self, pages: int, page_size: int) -> KVPool:
         """A new, zeroed pool for this rank's heads. Raises ``ConfigError`` if the memory cannot hold it."""
@@ -63,6 +68,7 @@ class Model:
         With tp > 1 every rank has to call it with the same rows: there is a sum over the group in every layer.
         """
         batch.calls = 0
+        batch.tiled = Attention(self.query_tiles) if self.query_tiles is not None else None
         rows = torch.tensor(keep, dtype=torch.int64, device=self.device)
         out = self.module(
             input_ids=batch.tokens[None],
@@ -102,8 +108,9 @@ def load_model(
     module = _skeleton(settings, dtype, folder)
     _fill(module, folder, dtype, rank, tp)
     module.to(device)
-    if tp_group is not None and tp > 1:
-        reduce_outputs(module, tp_group, timeout_s)
+    sums = Sums(tp_group, timeout_s) if tp_group is not None and tp > 1 else None
+    if sums is not None:
+        reduce_outputs(module, sums)
     kv_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     return Model(
@@ -121,6 +128,7 @@ def load_model(
         tp_size=tp,
         tp_group=tp_group,
         timeout_s=timeout_s,
+        sums=sums,
     )
 
 

@@ -79,12 +79,27 @@ class KVPool:
         self._flat[layer][0].index_copy_(0, slots, keys)
         self._flat[layer][1].index_copy_(0, slots, values)
 
-    def gather(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``tokens`` keys and values of a page table (int64 ``[n]``), ``[tokens, kv_heads, head_dim]``."""
+    def gather(
+        self, layer: int, pages: torch.Tensor, tokens: int, padded: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``tokens`` keys and values of a page table (int64 ``[n]``), ``[tokens, kv_heads, head_dim]``.
+
+        With ``padded`` there are that many, zeros behind the real ones: what a page's earlier owner left there may be
+        NaN, and a weight of 0 does not hide that.
+        """
         planes = self.data[layer]
+        if padded is not None:
+            return self._padded(planes[0], pages, tokens, padded), self._padded(planes[1], pages, tokens, padded)
         keys = planes[0].index_select(0, pages).flatten(0, 1)[:tokens]
         values = planes[1].index_select(0, pages).flatten(0, 1)[:tokens]
         return keys, values
+
+    def _padded(self, plane: torch.Tensor, pages: torch.Tensor, tokens: int, padded: int) -> torch.Tensor:
+        held = len(pages) * self.page_size
+        out = plane.new_empty(max(held, padded), *plane.shape[2:])
+        torch.index_select(plane, 0, pages, out=out[:held].view(-1, *plane.shape[1:]))
+        out[tokens:].zero_()
+        return out[:padded]
 
     def token_hashes(self, pages: np.ndarray, tokens: int) -> np.ndarray:
         """64-bit hashes of the bytes of a sequence's first ``tokens`` tokens: uint64 ``[tokens, layers, 2]``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from distkv.errors import ModelError
 from distkv.torch_group import deadline, named_failures
 
-__all__ = ["allowed_degrees", "check_degree", "check_group", "part_of", "place_in", "reduce_outputs"]
+__all__ = ["Sums", "added", "allowed_degrees", "check_degree", "check_group", "part_of", "place_in", "reduce_outputs"]
 
 _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})
@@ -83,15 +84,28 @@ def part_of(parameter: str, shape: torch.Size, rank: int, tp: int) -> tuple[Lite
     return dimension, rank * share, (rank + 1) * share
 
 
-def reduce_outputs(model: nn.Module, group: dist.ProcessGroup, timeout_s: float = 30.0) -> None:
-    """Adds up the outputs of o and down over ``group``. Raises ``ModelError`` for a model we cannot split.
+@dataclass(slots=True)
+class Sums:
+    """The sum of every rank's part over ``group``; a rank that waits longer than ``timeout_s`` raises GroupTimeout.
 
-    In a forward pass, a rank that waits longer than ``timeout_s`` for another raises GroupTimeout.
+    ``in_rank_order``: always gathered and added in the order of the ranks, in float32. In a ring the order depends on
+    an element's place, and so on the number of rows.
     """
+
+    group: dist.ProcessGroup
+    timeout_s: float = 30.0
+    in_rank_order: bool = False
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        return _sum(part, self.group, self.timeout_s, in_rank_order=self.in_rank_order)
+
+
+def reduce_outputs(model: nn.Module, sums: Sums) -> None:
+    """Adds up the outputs of o and down by ``sums``. Raises ``ModelError`` for a model we cannot split."""
     seen = 0
     for name, leaf, linear in _linears(model):
         if leaf in _COLUMNS:
-            linear.register_forward_hook(lambda _module, _args, out: _sum(out, group, timeout_s))
+            linear.register_forward_hook(lambda _module, _args, out: sums(out))
             seen += 1
         elif leaf not in _ROWS | _WHOLE:
             raise ModelError(f"{type(model).__name__} has a layer {name}, which cannot be split; set parallel.tp to 1")
@@ -99,7 +113,9 @@ def reduce_outputs(model: nn.Module, group: dist.ProcessGroup, timeout_s: float 
         raise ModelError(f"{type(model).__name__} has no o_proj or down_proj to split; set parallel.tp to 1")
 
 
-def _sum(out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch.Tensor:
+def _sum(
+    out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, *, in_rank_order: bool = False
+) -> torch.Tensor:
     """The sum of every rank's ``out``, with the same bits on every rank.
 
     On gloo each rank sends its part to each other rank and adds all in rank order: for a decode step's few kilobytes
@@ -110,6 +126,10 @@ def _sum(out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
     if dist.get_backend(group) != "gloo":
         # Enqueued, not waited for: a deadline here would stop the host at every layer. NCCL's own watchdog has that of
         # the process group.
+        if in_rank_order:
+            gathered = [torch.empty_like(out) for _ in range(size)]
+            dist.all_gather(gathered, out, group=group)
+            return added(gathered).to(out.dtype)
         dist.all_reduce(out, group=group)
         return out
     parts = [out if peer == rank else torch.empty_like(out) for peer in range(size)]
@@ -122,7 +142,12 @@ def _sum(out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch
         for work in works:
             assert work is not None
             work.wait(deadline(timeout_s))
+    return added(parts).to(out.dtype)
+
+
+def added(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in the order of the list, in float32."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
-    return total.to(out.dtype)
+    return total
