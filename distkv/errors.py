@@ -12,6 +12,7 @@
     |   +-- PromptError          the engine cannot run its prompt (empty, too long, ids outside the vocabulary)
     +-- InputFileError           a line of a file of requests cannot be read    ends: the start
     +-- ModelError               a model cannot be found, loaded or split       ends: the start
+    |   +-- NotInvariant         this machine cannot keep engine.batch_invariant
     +-- GateFailed               a cached run's bits are not an uncached run's  ends: the check
     +-- SequenceError            a call that the sequence's state forbids       ends: the call
     +-- NoRoom                   pages are short now, later there may be room   ends: the call
@@ -46,6 +47,7 @@ __all__ = [
     "MessageError",
     "ModelError",
     "NoRoom",
+    "NotInvariant",
     "PeerFailed",
     "PeerLost",
     "PromptError",
@@ -122,6 +124,21 @@ class InputFileError(DistKVError, ValueError):
 
 class ModelError(DistKVError, ValueError):
     """A model that cannot be found, read, split over the ranks, or run with paged attention."""
+
+
+class NotInvariant(ModelError):
+    """The self-test of ``engine.batch_invariant`` found other bits in another batch. Ends the start, on all ranks.
+
+    ``what`` names the kernel, its sizes, the type and the number of threads; ``failed_rank`` is the rank that saw it.
+    """
+
+    def __init__(self, what: str, failed_rank: int = 0) -> None:
+        super().__init__(
+            f"engine.batch_invariant cannot be kept on this machine (seen on rank {failed_rank}): {what}. Set it to "
+            "false, or try another number of threads (OMP_NUM_THREADS)"
+        )
+        self.what = what
+        self.failed_rank = failed_rank
 
 
 class GateFailed(DistKVError):

@@ -51,7 +51,7 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 def test_every_error_of_the_core_is_public_or_the_engines() -> None:
-    engine = {"GateFailed", "InputFileError", "ModelError", "PromptError"}
+    engine = {"GateFailed", "InputFileError", "ModelError", "NotInvariant", "PromptError"}
     assert set(errors.__all__) - engine <= set(distkv.__all__)
     assert not engine & set(distkv.__all__)
     for name in errors.__all__:
