@@ -21,12 +21,14 @@ from distkv.errors import (
     MessageError,
     NoRoom,
     PeerFailed,
+    PeerFault,
     PeerLost,
     RequestError,
     RequestTooLarge,
     SequenceError,
     TableError,
 )
+from distkv.faults import Fault
 from distkv.group import Group, LocalGroup, SoloGroup, Ticket
 from distkv.keys import Adapter, Fingerprint, Span
 from distkv.reasons import Reason
@@ -46,6 +48,7 @@ __all__ = [
     "ConfigError",
     "DistKVError",
     "DuplicateRequest",
+    "Fault",
     "Fingerprint",
     "Group",
     "GroupConfig",
@@ -61,6 +64,7 @@ __all__ = [
     "MessageError",
     "NoRoom",
     "PeerFailed",
+    "PeerFault",
     "PeerLost",
     "PoolConfig",
     "PrefixCache",

@@ -11,6 +11,7 @@ from distkv.books import Books
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
 from distkv.errors import DistKVError, GroupError, InvariantError, MessageError, PeerFailed, SequenceError
+from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.request import Message, Request, StepResult
@@ -74,8 +75,7 @@ class PrefixCache:
 
         After an error that ended the group, or ``close``, it raises that error: nothing would ever admit it.
         """
-        if self._broken is not None:
-            raise self._broken
+        self._check_open()
         self._agreement.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -110,10 +110,9 @@ class PrefixCache:
         It does not raise for what fails on this rank alone: that is voted as a fault, and :meth:`end_step` raises
         PeerFailed on every rank. A lookup that failed leaves no trace, and the group goes on; a message that could be
         applied on some ranks only makes them differ, and the next ballot ends the group with GroupDivergence. After
-        an error that ended the group it raises that error again.
+        an error that ended the group it raises that error again; a fault of another rank is one (see :meth:`guard`).
         """
-        if self._broken is not None:
-            raise self._broken
+        self._check_open()
         if not isinstance(message, Message):
             raise MessageError(f"a step takes a distkv.Message, not a {type(message).__name__}")
         vector = self._agreement.begin(message)
@@ -126,10 +125,10 @@ class PrefixCache:
         """Takes the group's minimum and commits what follows from it.
 
         Raises PeerFailed if a rank could not fill its ballot: nothing was admitted anywhere and the group goes on.
-        Raises GroupDivergence, GroupTimeout or PeerLost, which end the group. Holds are given back in every case.
+        Raises GroupDivergence, GroupTimeout, PeerLost or PeerFault, which end the group. Holds are given back in every
+        case.
         """
-        if self._broken is not None:
-            raise self._broken
+        self._check_open()
         ticket, self._ticket = self._ticket, None
         with self._ended_by_errors():
             result = self._agreement.end(ticket.wait() if ticket is not None else None)
@@ -140,6 +139,42 @@ class PrefixCache:
     def retired(self, step: int) -> None:
         """All forwards launched up to step ``step`` have ended on this rank: pages that waited for it are free."""
         self._books.retired(step)
+
+    # ---- faults outside the ballot
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Around what an engine does between steps and cannot undo: ``with cache.guard("forward"): ...``, ``"commit"``.
+
+        An exception inside ends the group. One of this rank's own is told to all ranks, which raise PeerFault, and goes
+        on its way. One that says that another rank is gone (a collective of the engine's that broke) is replaced by the
+        error that names rank and step of the cause; see :meth:`fail`.
+        """
+        try:
+            yield
+        except PeerFailed:
+            raise
+        except BaseException as error:  # an interrupt ends this rank as well
+            named = self.fail(error, what)
+            if named is error:
+                raise
+            raise named from error
+
+    def fail(self, error: BaseException, what: str) -> BaseException:
+        """Ends the group for ``error``, which this rank caught while it was doing ``what``; returns what to raise.
+
+        That is ``error`` itself if it is this rank's own, and otherwise the GroupError that names its cause. Afterwards
+        every rank's ``submit``, ``begin_step`` and ``end_step`` raise an error that names rank and step. Does not
+        raise; may wait for some heartbeats, to find out which rank is gone.
+        """
+        cause = error if error is self._broken else self._group.explain(error)
+        if isinstance(cause, DistKVError):
+            self._break(cause)
+            return cause
+        fault = Fault.of(error, what, rank=self._group.rank, step=self._books.step)
+        self._group.report(fault)
+        self._break(fault.error(rank=fault.seen_by))
+        return error
 
     # ---- what kernels ask
 
@@ -214,11 +249,22 @@ class PrefixCache:
         except PeerFailed:
             raise
         except GroupError as error:
-            self._break(error)
-            raise
-        except BaseException:  # an interrupt too must leave nothing held
+            named = self._group.explain(error) or error
+            self._break(named)
+            if named is error:
+                raise
+            raise named from error
+        except BaseException as error:  # an interrupt too must leave nothing held
             self._agreement.give_up()
+            if self._group.size > 1 and not isinstance(error, SequenceError):  # a call out of turn changed nothing
+                self.fail(error, "step")
             raise
+
+    def _check_open(self) -> None:
+        if self._broken is None and self._group.fault is not None:
+            self._break(self._group.fault.error(rank=self._group.rank))
+        if self._broken is not None:
+            raise self._broken
 
     def _break(self, error: DistKVError) -> None:
         self._agreement.give_up()

@@ -96,7 +96,13 @@ class GroupConfig(Section):
     and gloo otherwise."""
 
     timeout_s: float = setting(30.0, agreed=False, low=0.001, high=86_400)
-    """Seconds to wait for the other ranks in a step before GroupTimeout ends the group."""
+    """Seconds to wait for the other ranks in a step before GroupTimeout ends the group; and for so long a rank may give
+    no sign of life to the watchdog before it is taken for stopped. The signs come from a thread, so a long step is no
+    silence; only code that holds Python's lock (the GIL) for longer than this looks like a stopped process."""
+
+    heartbeat_s: float | None = setting(None, agreed=True, low=0, high=3600)
+    """Seconds between two signs of life of a rank, through the store of the process group. null: an eighth of timeout_s,
+    0.5 at most. 0: no watchdog; a rank that is lost or fails outside the ballot is then noticed by deadlines alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

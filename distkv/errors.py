@@ -21,6 +21,7 @@
     +-- GroupError
         +-- GroupMismatch        agreed fields differ at start                  ends: the start
         +-- PeerFailed           a rank could not fill its ballot               ends: the step only
+        +-- PeerFault            a rank failed in its forward pass or in commit ends: the group
         +-- GroupTimeout         no answer within the deadline                  ends: the group
         +-- PeerLost             the connection to a rank broke                 ends: the group
         +-- GroupDivergence      ranks were not given the same calls            ends: the group
@@ -49,6 +50,7 @@ __all__ = [
     "NoRoom",
     "NotInvariant",
     "PeerFailed",
+    "PeerFault",
     "PeerLost",
     "PromptError",
     "RequestError",
@@ -227,11 +229,35 @@ class PeerFailed(GroupError):
         self.failed_rank = failed_rank
 
 
-class GroupTimeout(GroupError):
-    """The collective of a step did not end within the deadline: a rank is stopped, stuck or gone."""
+class PeerFault(GroupError):
+    """A rank failed outside the ballot, where it cannot be undone: in its forward pass, in commit. Ends the group.
 
-    def __init__(self, operation: str, seconds: float, *, rank: int, step: int) -> None:
+    Every other rank raises this, whatever it was doing; the rank itself raises what went wrong there, and this at every
+    later call. ``failed_rank``, ``step`` and ``kind`` say where, ``text`` is the exception's type and message.
+    """
+
+    def __init__(self, failed_rank: int, kind: str, text: str, *, rank: int, step: int) -> None:
         super().__init__(
+            f"rank {failed_rank} failed in the {kind}{_of(step)}: {text} (this is rank {rank}). The group is over: "
+            "make a new one with new caches",
+            rank=rank,
+            step=step,
+        )
+        self.failed_rank = failed_rank
+        self.kind = kind
+        self.text = text
+
+
+class GroupTimeout(GroupError):
+    """Another rank did not answer within the deadline: it is stopped, stuck or gone. Ends the group.
+
+    ``failed_rank``: which one, if it is known; then ``step`` is that rank's last known step.
+    """
+
+    def __init__(self, operation: str, seconds: float, *, rank: int, step: int, failed_rank: int | None = None,
+                 story: str = "") -> None:
+        super().__init__(
+            story + f" (seen on rank {rank})" if story else
             f"{operation}{_of(step)} did not end within {seconds:g} s on rank {rank}: another rank is stopped, "
             "stuck or gone. Look at the other ranks' logs; group.timeout_s sets the deadline",
             rank=rank,
@@ -239,18 +265,25 @@ class GroupTimeout(GroupError):
         )
         self.operation = operation
         self.seconds = seconds
+        self.failed_rank = failed_rank
 
 
 class PeerLost(GroupError):
-    """The transport reports a broken connection: the process of another rank ended."""
+    """A connection broke: the process of another rank ended. Ends the group.
 
-    def __init__(self, operation: str, detail: str, *, rank: int, step: int) -> None:
+    ``failed_rank``: which one, if it is known; then ``step`` is that rank's last known step.
+    """
+
+    def __init__(self, operation: str, detail: str, *, rank: int, step: int, failed_rank: int | None = None,
+                 story: str = "") -> None:
         super().__init__(
+            story + f" (seen on rank {rank})" if story else
             f"{operation}{_of(step)} lost a peer on rank {rank}: {detail}. Look at the other ranks' logs",
             rank=rank,
             step=step,
         )
         self.operation = operation
+        self.failed_rank = failed_rank
 
 
 class GroupDivergence(GroupError):

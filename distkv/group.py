@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from distkv.ballot import Vector
 from distkv.config import GroupConfig
-from distkv.errors import GroupTimeout, PeerLost
+from distkv.errors import GroupError, GroupTimeout, PeerLost
+from distkv.faults import Fault, FaultBoard
 
 _START_S = 30.0
 
@@ -28,10 +31,20 @@ class Ticket(ABC):
 
 
 class Group(ABC):
-    """The ranks that share every decision. Does not own its transport: closing a cache leaves the group as it was."""
+    """The ranks that share every decision. Does not own its transport: closing a cache leaves the group as it was.
+
+    A rank that fails outside the ballot reports it, and then the group is over: whoever waits for that rank comes out,
+    and every rank raises what :attr:`fault` says. How the ranks hear of it is the group's: a watchdog with a store
+    (:class:`distkv.TorchGroup`), or what the members share (:class:`distkv.LocalGroup`).
+    """
 
     rank: int
     size: int
+
+    @cached_property
+    def board(self) -> FaultBoard:
+        """The first fault that this rank has heard of, and the callbacks for it."""
+        return FaultBoard()
 
     def configure(self, config: GroupConfig) -> None:  # noqa: B027
         """Called once by the cache, before anything else: for what the group was not told when it was made.
@@ -46,6 +59,46 @@ class Group(ABC):
     @abstractmethod
     def start(self, vector: Vector, step: int) -> Ticket:
         """Enters the one collective of a step; ``vector`` may be reused when the ticket was waited for."""
+
+    # ---- faults
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why the group is over, or None. Costs nothing: no communication."""
+        return self.board.fault
+
+    def on_fault(self, callback: Callable[[Fault], None]) -> Callable[[], None]:
+        """Registers what is called once on this rank when the group is over, and returns what takes it back.
+
+        For an engine: abort the communicators in which this rank may be waiting for the failed one
+        (:func:`distkv.torch_group.abort`). It is called in the watchdog's thread, where there is one; on the failed
+        rank too. It must not call the cache or the group, and what it raises is logged.
+        """
+        return self.board.on_fault(callback)
+
+    def report(self, fault: Fault) -> Fault:
+        """Tells all ranks of a fault of this one, which ends the group. Returns the first fault of the group.
+
+        Does not raise and does not wait for the others; a store that does not answer costs a second at most.
+        """
+        first = self.board.post(fault)
+        self.board.tell()
+        return first
+
+    def explain(self, error: BaseException) -> GroupError | None:
+        """The cause of ``error``, if it came of another rank's end: which rank, at which step. None: it did not.
+
+        May wait for some beats of the watchdog, to learn which rank gives no more sign of life.
+        """
+        if self.fault is not None and isinstance(error, GroupTimeout | PeerLost):
+            return self.fault.error(rank=self.rank)
+        return error if isinstance(error, GroupError) else None
+
+    def close(self) -> None:  # noqa: B027
+        """This rank leaves: ends the watchdog and its connection; no callback is called any more. The transport stays.
+
+        For whoever made the group, when no rank waits for this one any more. A second call does nothing.
+        """
 
 
 class SoloGroup(Group):
@@ -78,6 +131,7 @@ class _Meeting:
         self.rounds: dict[tuple[str, int], dict[int, Any]] = {}
         self.readers: dict[tuple[str, int], int] = {}
         self.gone: set[int] = set()
+        self.fault: Fault | None = None
 
 
 class LocalGroup(Group):
@@ -121,6 +175,20 @@ class LocalGroup(Group):
             self._meeting.gone.add(self.rank)
             self._meeting.changed.notify_all()
 
+    @property
+    def fault(self) -> Fault | None:
+        """As for any group; the callbacks are called in the thread that asks, as there is no watchdog."""
+        if self._meeting.fault is not None:
+            self.board.post(self._meeting.fault)
+            self.board.tell()
+        return self._meeting.fault
+
+    def report(self, fault: Fault) -> Fault:
+        with self._meeting.changed:
+            self._meeting.fault = self._meeting.fault or fault
+            self._meeting.changed.notify_all()
+        return self.fault or fault
+
     def _bring(self, number: tuple[str, int], value: Any) -> None:
         with self._meeting.changed:
             self._meeting.rounds.setdefault(number, {})[self.rank] = value
@@ -131,8 +199,12 @@ class LocalGroup(Group):
         meeting = self._meeting
         with meeting.changed:
             brought = meeting.rounds[number]
-            meeting.changed.wait_for(lambda: len(brought) == self.size or bool(meeting.gone), seconds)
+            meeting.changed.wait_for(
+                lambda: len(brought) == self.size or bool(meeting.gone) or meeting.fault is not None, seconds
+            )
             if len(brought) < self.size:
+                if meeting.fault is not None:
+                    raise meeting.fault.error(rank=self.rank)
                 if meeting.gone:
                     raise PeerLost(what, f"rank(s) {sorted(meeting.gone)} left", rank=self.rank, step=step)
                 raise GroupTimeout(what, seconds, rank=self.rank, step=step)

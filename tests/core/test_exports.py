@@ -18,10 +18,12 @@ SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "r
            "request", "ballot", "agreement", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "_settings", "_values", "_loading"]
-LAYERS = [["keys", "encoding", "config", "errors", "_settings", "_values", "_loading"], ["chain"], ["pages"], ["runs"],
+CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "faults", "watchdog", "_settings", "_values",
+        "_loading"]
+LAYERS = [["keys", "encoding", "config", "errors", "_settings", "_values", "_loading"], ["chain"],
+          ["pages", "faults"], ["runs"],
           ["entries", "policy", "reasons", "table_buffers"], ["index"],
-          ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement"],
+          ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
           ["torch_group", "start"], ["cache"]]
 
 
