@@ -1,26 +1,29 @@
 """The entries of the index: a dictionary from keys to pages, runs, and their roots. Only structure, no policy.
 
-A dictionary nominates a page for a key; tokens, extras and parent links then decide. Entries are stored as runs
+A dictionary nominates a run for a key; tokens, extras and parent links then decide. Entries are stored as runs
 (:mod:`distkv.runs`), so that verifying a prefix of a thousand pages is a few memcmp calls up to the root.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from distkv.chain import KeyChain
 from distkv.errors import InvariantError
-from distkv.keys import TOKEN_BYTES
-from distkv.pages import Pages
+from distkv.keys import TOKEN_BYTES, Adapter
+from distkv.pages import Pages, positions
 from distkv.runs import Root, Run
 
 NO_PAGES: Pages = np.zeros(0, np.int32)
+_TAIL = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Match:
     """The longest indexed prefix of a chain, verified. Owns nothing: own or hold ``pages`` before the next call."""
 
@@ -37,6 +40,17 @@ class Match:
         return len(self.pages)
 
 
+class CachedPrefix(NamedTuple):
+    """An indexed prefix that no longer one continues, from its root. Copies: they stay as they are."""
+
+    tokens: npt.NDArray[np.int32]
+    """int32 [pages * page_size]."""
+    pages: Pages
+    """Device pages, int32, in chain order. Other prefixes may share the leading ones."""
+    adapter: Adapter | None
+    salt: str | None
+
+
 class Entries:
     """Which key names which page, and which run has it. Prefix-closed: an entry is present only if its parent is.
 
@@ -46,19 +60,30 @@ class Entries:
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_bytes = TOKEN_BYTES * page_size
-        self.page_of: dict[int, int] = {}
+        self.run_of_key: dict[int, Run] = {}
         self.run_of: npt.NDArray[np.int32] = np.full(pages, -1, np.int32)
+        self._run_of = memoryview(self.run_of)  # one page at a time, a memoryview is faster than an array
         self.runs: list[Run | None] = []
         self.roots: dict[bytes, Root] = {}
         self._free_slots: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.page_of)
+        return len(self.run_of_key)
 
     def run_with(self, page: int) -> Run | None:
         """The run that has this page; None if the page is not indexed."""
-        slot = self.run_of[page]
+        slot = self._run_of[page]
         return self.runs[slot] if slot >= 0 else None
+
+    def last_run_of(self, pages: Pages) -> Run | None:
+        """The run of the last of the pages that is indexed; None if none is."""
+        for page in pages[: -_TAIL - 1 : -1].tolist():  # the pages of a sequence mostly end with one, or few, that are not
+            slot = self._run_of[page]
+            if slot >= 0:
+                return self.runs[slot]
+        slots = self.run_of[positions(pages[:-_TAIL])]
+        known = np.flatnonzero(slots >= 0)
+        return self.runs[slots[known[-1]]] if len(known) else None
 
     # ---- lookup
 
@@ -67,11 +92,15 @@ class Entries:
         n = self._nominated(chain.keys, min(limit, chain.pages))
         if not n:
             return Match()
-        return self._verified(chain, n) or replace(self._walked(chain, n), collided=True)
+        found = self._verified(chain, n)
+        if found is None:
+            found = self._walked(chain, n)
+            found.collided = True
+        return found
 
     def _nominated(self, keys: list[int], n: int) -> int:
         """How many leading keys are in the dictionary, by bisection: entries are prefix-closed."""
-        known = self.page_of
+        known = self.run_of_key
         if not n or keys[0] not in known:
             return 0
         if keys[n - 1] in known:
@@ -87,12 +116,11 @@ class Entries:
 
     def entry(self, key: int, position: int) -> tuple[Run, int] | None:
         """The run and offset of the entry that ``key`` names, if it lies at this chain position."""
-        page = self.page_of.get(key)
-        run = self.run_with(page) if page is not None else None
+        run = self.run_of_key.get(key)
         if run is None:
             return None
         offset = position - run.start
-        return (run, offset) if 0 <= offset < len(run) and run.pages[offset] == page else None
+        return (run, offset) if 0 <= offset < len(run.keys) and run.keys[offset] == key else None
 
     def _verified(self, chain: KeyChain, n: int) -> Match | None:
         """The match of ``n`` pages, climbing from its last page to the root; None if anything on the way differs."""
@@ -100,17 +128,19 @@ class Entries:
         if entry is None:
             return None
         leaf, used = entry[0], entry[1] + 1
-        parts = []
-        run, take = leaf, used
-        while True:
-            if not run.has(chain, take):
+        if not leaf.has(chain, used):
+            return None
+        begins, size, with_extras = chain.buffer.startswith, self.page_bytes, chain.has_extras
+        parts = [leaf.pages if used == len(leaf.pages) else leaf.pages[:used]]
+        run = leaf.parent
+        while isinstance(run, Run):  # as Run.has, for whole runs: this loop is what a long match costs
+            if not begins(run.tokens, run.start * size):
                 return None
-            parts.append(run.pages if take == len(run) else run.pages[:take])
-            parent = run.parent
-            if isinstance(parent, Root):
-                break
-            run, take = parent, len(parent)
-        if parent.identity != chain.root:
+            if (run.extras or with_extras) and not run.has_extras(chain, len(run.pages)):
+                return None
+            parts.append(run.pages)
+            run = run.parent
+        if run.identity != chain.root:
             return None
         parts.reverse()
         return Match(np.frombuffer(b"".join(parts), np.int32), leaf, used)
@@ -152,7 +182,7 @@ class Entries:
         if found.used < len(leaf):
             tail = leaf.split_off(found.used, self._new_slot())
             self.runs[tail.slot] = tail
-            self.run_of[tail.page_ids()] = tail.slot
+            self._name(tail, tail.page_ids(), tail.keys)
         elif not leaf.children:
             return leaf
         return self._new_run(leaf, leaf.end)
@@ -164,6 +194,31 @@ class Entries:
             parent.children = {}
         parent.children[run.slot] = run
         return run
+
+    def enterable(self, keys: list[int], pages: Pages) -> int:
+        """How many leading ones of the keys name nothing yet, and name pages that no entry has."""
+        named = self.run_of_key
+        if not np.count_nonzero(self.run_of[positions(pages)] >= 0):
+            fresh = set(keys)
+            if len(fresh) == len(keys) and named.keys().isdisjoint(fresh):
+                return len(keys)
+        seen: set[int] = set()
+        for n, (key, page) in enumerate(zip(keys, pages.tolist(), strict=True)):
+            if self._run_of[page] >= 0 or key in named or key in seen:
+                return n
+            seen.add(key)
+        return len(keys)
+
+    def append(self, chain: KeyChain, found: Match, pages: Pages) -> Run:
+        """Enters the chain's pages behind the match, whose bytes lie in ``pages``: all of them are enterable."""
+        run, first = self.run_to_extend(chain, found), len(found)
+        run.append(chain, first, pages)
+        self._name(run, pages, chain.keys[first : first + len(pages)])
+        return run
+
+    def _name(self, run: Run, pages: Pages, keys: list[int]) -> None:
+        self.run_of_key.update(dict.fromkeys(keys, run))
+        self.run_of[positions(pages)] = run.slot
 
     def _new_slot(self) -> int:
         if self._free_slots:
@@ -178,11 +233,22 @@ class Entries:
         """
         pages, keys = run.page_ids(keep), run.keys[keep:]
         for key in keys:
-            del self.page_of[key]
-        self.run_of[pages] = -1
+            del self.run_of_key[key]
+        self.run_of[positions(pages)] = -1
         if keep:
             run.cut(keep)
             return pages, keys, run
+        return pages, keys, self._without(run)
+
+    def remove_last(self, run: Run) -> tuple[int, int, Run | Root]:
+        """:meth:`remove` for the last entry of a run without children: its page and key, and what ends here now."""
+        page, key = run.pop()
+        del self.run_of_key[key]
+        self._run_of[page] = -1
+        return page, key, run if run.pages else self._without(run)
+
+    def _without(self, run: Run) -> Run | Root:
+        """Takes an empty run off its parent, which is returned."""
         parent = run.parent
         assert parent.children is not None
         del parent.children[run.slot]
@@ -190,11 +256,24 @@ class Entries:
         self._free_slots.append(run.slot)
         if isinstance(parent, Root) and not parent.children:
             del self.roots[parent.identity]
-        return pages, keys, parent
+        return parent
+
+    def prefixes(self) -> Iterator[CachedPrefix]:
+        """Every leaf's whole prefix; together they have every entry. O(sum of their lengths)."""
+        for leaf in self.runs:
+            if leaf is None or leaf.children:
+                continue
+            parts = []
+            above: Run | Root = leaf
+            while isinstance(above, Run):
+                parts.append(above.tokens)
+                above = above.parent
+            tokens = np.frombuffer(b"".join(reversed(parts)), "<i4").astype(np.int32)
+            yield CachedPrefix(tokens, path_to(leaf, len(leaf)), above.adapter, above.salt)
 
     def check(self) -> list[Run]:
         """Indexed = reachable, keys and pages agree both ways, parents and children agree. Returns all runs."""
-        reached: dict[int, int] = {}
+        reached: dict[int, Run] = {}
         found: list[Run] = []
         stack: list[Run] = []
         for root in self.roots.values():
@@ -212,10 +291,10 @@ class Entries:
             if len(run.tokens) != len(run) * self.page_bytes or len(run.keys) != len(run):
                 raise InvariantError(f"{run} has tokens, keys and pages of different lengths")
             for key, page in zip(run.keys, run.pages, strict=True):
-                reached[key] = page
+                reached[key] = run
                 if self.run_of[page] != run.slot:
                     raise InvariantError(f"page {page} of {run} does not know its run")
-        if reached != self.page_of:
+        if reached != self.run_of_key:
             raise InvariantError("the dictionary and the reachable entries differ")
         if int(np.count_nonzero(self.run_of >= 0)) != len(reached):
             raise InvariantError("a page knows a run that does not have it")

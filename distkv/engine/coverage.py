@@ -22,7 +22,7 @@ def check_recording(model: Model, recording: Recording, todo: Sequence[RecordedR
     tokens, and the ranks must have the same schedule.
     """
     problem = _problem(todo, recording, model.tp_rank)
-    _same_on_all_ranks(model, recording, problem)
+    _same_on_all_ranks(model, recording, todo, problem)
     if problem is not None:
         raise problem
 
@@ -38,14 +38,16 @@ def _problem(todo: Sequence[RecordedRequest], recording: Recording, rank: int) -
     return None
 
 
-def _same_on_all_ranks(model: Model, recording: Recording, problem: GateFailed | None) -> None:
+def _same_on_all_ranks(
+    model: Model, recording: Recording, todo: Sequence[RecordedRequest], problem: GateFailed | None
+) -> None:
     """Ranks compute together, so they need one plan; only ranks that evicted differently can have different ones.
 
     A rank with a ``problem`` of its own tells the others, which raise too: none may wait for it.
     """
     if model.tp_group is None:
         return
-    plan = [(r.id, r.origin, r.computed) for r in recording.requests.values() if r.kv is not None]
+    plan = [(r.id, r.origin, r.computed) for r in todo]
     mine = xxhash.xxh3_64_digest(repr((plan, recording.batches)).encode()) if problem is None else b""
     group = TorchGroup(model.tp_group, timeout_s=model.timeout_s)
     digests = group.exchange(mine, purpose="the gate's comparison of schedules")

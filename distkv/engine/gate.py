@@ -27,7 +27,7 @@ from distkv.engine.record import Place, RecordedRequest, Recording, logits_hash
 from distkv.engine.schedule import Chunk
 from distkv.errors import GateFailed
 
-__all__ = ["Progress", "Recomputed", "check", "recompute", "uncached_schedule"]
+__all__ = ["Bench", "Progress", "Recomputed", "check", "recompute", "uncached_schedule"]
 
 Progress = Callable[[str, int, int], None]
 """(request id, batches done, batches in all)."""
@@ -72,13 +72,7 @@ def recompute(
     ended = [name for name, r in recording.requests.items() if r.kv is not None]
     todo = [recording.requests[name] for name in (ended if names is None else names)]
     check_recording(model, recording, todo)
-    size = recording.pool.page_size
-    longest = max((r.committed for r in todo), default=0)
-    widest = max((sum(c.n for c in b.chunks) for b in recording.batches), default=0)
-    # behind the table of the request under test lie pages for rows that only give a batch its size
-    table, spare = -(-longest // size), -(-widest // size)
-    bench = _Bench(model, recording, model.pool(table + spare, size), np.arange(table, dtype=np.int32))
-    bench.forget()
+    bench = Bench.of(model, recording, todo)
     out = {}
     for request in todo:
         if not continued:
@@ -88,7 +82,7 @@ def recompute(
 
 
 @dataclass
-class _Bench:
+class Bench:
     """A pool with one page table, in which one request after another is computed."""
 
     model: Model
@@ -99,12 +93,25 @@ class _Bench:
     """For each page of the table: where the tokens that lie in it were computed."""
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
+    @classmethod
+    def of(cls, model: Model, recording: Recording, todo: Sequence[RecordedRequest]) -> Bench:
+        """A bench for these requests of a recording that was checked for them."""
+        size = recording.pool.page_size
+        longest = max((r.committed for r in todo), default=0)
+        widest = max((sum(c.n for c in b.chunks) for b in recording.batches), default=0)
+        # behind the table of the request under test lie pages for rows that only give a batch its size
+        table, spare = -(-longest // size), -(-widest // size)
+        bench = cls(model, recording, model.pool(table + spare, size), np.arange(table, dtype=np.int32))
+        bench.forget()
+        return bench
+
     def forget(self) -> None:
         """Nothing that was computed so far is used again."""
         self.kept, self.tokens = [], np.zeros(0, np.int32)
         self.pool.data.fill_(float("nan"))  # an engine's pool begins with zeros: nobody's untouched bytes are equal
 
-    def run(self, request: RecordedRequest, progress: Progress | None) -> Recomputed:
+    def run(self, request: RecordedRequest, progress: Progress | None = None) -> Recomputed:
+        """Computes a request, but for the leading pages that it shares with the one before."""
         places = self._places(request)
         logits: dict[int, int] = {}
         own = set(request.computed)

@@ -85,7 +85,7 @@ class Recording:
     def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
         """A request begins: its prompt, and the first pages of its table if ``cached_tokens`` came from the cache."""
         cached = cached_tokens // self.pool.page_size
-        origin = tuple(tuple(self._writers.get(int(page), ())) for page in pages[:cached])
+        origin = tuple(self.origin_of(page) for page in pages[:cached].tolist())
         name, times = request_id, 1
         while name in self.requests:
             times += 1
@@ -119,6 +119,10 @@ class Recording:
             chunk = chunks[i]
             self.requests[chunk.request_id].logits[chunk.start + chunk.n - 1] = logits_hash(row)
         self.batches.append(RecordedBatch(tuple(chunks), tuple(sampled)))
+
+    def origin_of(self, page: int) -> tuple[Place, ...]:
+        """Where the tokens that lie in a page of the pool were computed."""
+        return tuple(self._writers.get(page, ()))
 
     def ended(self, request_id: str, tokens: np.ndarray, committed: int, pages: np.ndarray) -> None:
         """A request finished; its pages are still its own, and are hashed now."""

@@ -1,0 +1,188 @@
+"""The check of cached pages: compute a page again from its tokens, with the model alone, and compare every byte.
+
+A page of another prefix, two pages swapped, one element nudged: logits may not show it, the bytes do. With
+``engine.batch_invariant`` the tokens alone say what the bytes of a page must be. Without, they also depend on the
+batches in which the page was filled, and the check needs the :class:`~distkv.engine.record.Recording` of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from distkv.cache import PrefixCache
+from distkv.engine.attention import Batch
+from distkv.engine.compare import PageDifference, differing_pages
+from distkv.engine.coverage import check_recording
+from distkv.engine.gate import Bench
+from distkv.engine.model import Model
+from distkv.engine.pool import KVPool
+from distkv.engine.record import RecordedRequest, Recording
+from distkv.errors import GateFailed
+from distkv.torch_group import TorchGroup
+
+__all__ = ["CacheCheck", "CachedPageDifference", "check_cache", "check_pages"]
+
+_CHUNK = 256  # tokens of one forward pass; in the mode where it matters, it does not
+
+
+class CachedPageDifference(NamedTuple):
+    """A cached page with wrong bytes, and the prefix whose last page it is."""
+
+    difference: PageDifference
+    tokens: np.ndarray
+    """int32: the tokens up to the end of the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCheck:
+    """What was found on this rank. ``pages``: how many cached pages were computed again and compared."""
+
+    pages: int
+    differences: tuple[CachedPageDifference, ...]
+
+
+def check_pages(
+    model: Model,
+    pool: KVPool,
+    tokens: Sequence[int] | np.ndarray,
+    page_ids: Sequence[int] | np.ndarray,
+    *,
+    first: int = 0,
+    recording: Recording | None = None,
+) -> list[PageDifference]:
+    """Compares pages of a prefix with what the model computes for its tokens; empty if every byte is the same.
+
+    ``page_ids`` are the pages in ``pool`` that hold ``tokens``, from the first on; only full pages are looked at, and
+    those before number ``first`` are computed but not compared. Every rank of the model's group calls it with the same
+    tokens and its own pages. ``recording`` is of the run that filled the pages; not needed, and not looked at, when the
+    model is batch-invariant. Raises ``GateFailed`` where the pages cannot be checked.
+    """
+    size = pool.page_size
+    ids = np.asarray(page_ids, dtype=np.int32)[: len(tokens) // size]
+    prefix = np.asarray(tokens, dtype=np.int32)[: len(ids) * size]
+    again = _again(model, pool, [(prefix, ids)], recording)
+    again.fill(prefix)
+    return _compared(pool, again.pool, ids, np.arange(first, len(ids)))
+
+
+def check_cache(
+    model: Model, cache: PrefixCache, pool: KVPool, *, recording: Recording | None = None
+) -> CacheCheck:
+    """Every page that ``cache`` has in ``pool``, computed again and compared, see :func:`check_pages`.
+
+    Every rank of the model's group calls it, between two steps. The ranks may have cached different prefixes if the
+    model is batch-invariant: all compute the prefixes of all, and each compares what it has.
+    """
+    mine = [(p.tokens, p.pages) for p in cache.cached_prefixes()]
+    again = _again(model, pool, mine, recording)
+    own = {tokens.tobytes(): [ids for t, ids in mine if np.array_equal(t, tokens)] for tokens, _ in mine}
+    seen: set[int] = set()
+    differences: list[CachedPageDifference] = []
+    for data in _of_all_ranks(model, sorted(own)):
+        tokens = np.frombuffer(data, np.int32)
+        again.fill(tokens)
+        for ids in own.get(data, []):
+            new = np.array([i for i, page in enumerate(ids.tolist()) if page not in seen], dtype=np.int64)
+            seen.update(ids.tolist())
+            differences += [
+                CachedPageDifference(found, tokens[: (found.page + 1) * pool.page_size])
+                for found in _compared(pool, again.pool, ids, new)
+            ]
+    return CacheCheck(len(seen), tuple(differences))
+
+
+def _of_all_ranks(model: Model, mine: list[bytes]) -> list[bytes]:
+    """The prefixes of all ranks, in one order, each once; neighbours share what they can."""
+    if model.tp_group is None:
+        return mine
+    group = TorchGroup(model.tp_group, timeout_s=model.timeout_s)
+    told = group.exchange(json.dumps([data.hex() for data in mine]).encode(), purpose="the exchange of cached prefixes")
+    return sorted({bytes.fromhex(text) for data in told for text in json.loads(data)})
+
+
+def _compared(pool: KVPool, again: KVPool, ids: np.ndarray, numbers: np.ndarray) -> list[PageDifference]:
+    """Pages ``numbers`` of a prefix with the pages ``ids`` in ``pool``, which lie in order in ``again``."""
+    found: list[PageDifference] = []
+    for number in numbers.tolist():
+        there = pool.data[:, :, int(ids[number])].contiguous().view(torch.uint8)
+        wanted = again.data[:, :, number].contiguous().view(torch.uint8)
+        differs = (there != wanted).flatten(3).any(dim=3)  # [layers, 2, page_size]
+        found += differing_pages(differs.permute(2, 0, 1).cpu().numpy(), ids, pool.page_size, number)
+    return found
+
+
+class _Again(Protocol):
+    """Computes prefixes, one after another, into the first pages of a pool of its own."""
+
+    pool: KVPool
+
+    def fill(self, tokens: np.ndarray) -> None: ...
+
+
+def _again(
+    model: Model, pool: KVPool, prefixes: Sequence[tuple[np.ndarray, np.ndarray]], recording: Recording | None
+) -> _Again:
+    if model.query_tiles is not None:
+        return _Alone(model, pool.page_size)
+    if recording is None:
+        raise GateFailed("what bytes a page must have depends on the batches in which it was filled: set "
+                         "engine.batch_invariant, or give the recording of the run")  # fmt: skip
+    return _AsRecorded(model, recording, prefixes)
+
+
+@dataclass
+class _Alone:
+    """By the model alone: the bits do not depend on the schedule. Keeps what a prefix shares with the one before."""
+
+    model: Model
+    page_size: int
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __post_init__(self) -> None:
+        self.pool = self.model.pool(1, self.page_size)
+
+    def fill(self, tokens: np.ndarray) -> None:
+        n = min(len(tokens), len(self.tokens))
+        same = tokens[:n] == self.tokens[:n]
+        at = n if same.all() else int(same.argmin())
+        self._make_room(len(tokens) // self.page_size)
+        table = np.arange(self.pool.pages, dtype=np.int32)
+        while at < len(tokens):
+            part = tokens[at : at + _CHUNK]
+            row = (part, at, np.arange(at, at + len(part)), table)
+            self.model.forward(Batch.build(self.pool, [row], self.model.dtype), [len(part) - 1])
+            at += len(part)
+        self.tokens = tokens
+
+    def _make_room(self, pages: int) -> None:
+        if pages <= self.pool.pages:
+            return
+        old, self.pool = self.pool, self.model.pool(max(pages, 2 * self.pool.pages), self.page_size)
+        self.pool.data[:, :, : old.pages] = old.data
+
+
+class _AsRecorded:
+    """In the batches in which the pages were filled."""
+
+    def __init__(
+        self, model: Model, recording: Recording, prefixes: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> None:
+        self._requests: dict[bytes, RecordedRequest] = {}
+        for tokens, ids in prefixes:
+            origin = tuple(recording.origin_of(page) for page in ids.tolist())
+            self._requests[tokens.tobytes()] = RecordedRequest(
+                f"cached prefix {len(self._requests)}", 0, len(tokens), origin, tokens, committed=len(tokens)
+            )
+        todo = list(self._requests.values())
+        check_recording(model, recording, todo)
+        self._bench = Bench.of(model, recording, todo)
+        self.pool = self._bench.pool
+
+    def fill(self, tokens: np.ndarray) -> None:
+        self._bench.run(self._requests[tokens.tobytes()])
