@@ -25,7 +25,7 @@ from distkv.engine._lock import locked
 from distkv.engine.hub import hub_folder, hub_id
 from distkv.errors import ModelError
 
-__all__ = ["cache_folder", "file_digest", "may_download", "model_folder"]
+__all__ = ["cache_folder", "config_place", "file_digest", "may_download", "model_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,28 @@ def config_place(source: str, cache_dir: Path | None = None) -> tuple[Path, Path
             raise ModelError(f"model.source {source!r}: there is no file {path}")
         folder = _folder_for(path, cache_dir)
         return (folder, None) if (folder / "config.json").is_file() else (path.parent, path)
+    if may_download(source):
+        return _cached_config(source), None
     if not (path / "config.json").is_file():
         raise ModelError(f"model.source {source!r}: there is no {path / 'config.json'}; give 'smollm2', a folder that "
-                         "save_pretrained wrote, or a .gguf file")
+                         "save_pretrained wrote, a hub id (org/name), or a .gguf file")
     return path, None
+
+
+def _cached_config(source: str) -> Path:
+    """The folder of a hub model's config.json in the hub's cache; the network is not asked. Raises ``ModelError``."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    repository, revision = hub_id(source) or (source, None)
+    try:
+        file = try_to_load_from_cache(repository, "config.json", revision=revision)
+    except HFValidationError as error:
+        raise ModelError(f"model.source {source!r} is no hub id: {error}") from error
+    if not isinstance(file, str):
+        raise ModelError(f"model.source {source!r}: its config.json is neither in a folder of this name nor in the "
+                         f"hub's cache; the first start downloads it, or now: hf download {repository} config.json")
+    return Path(file).parent
 
 
 def cache_folder(cache_dir: Path | None = None) -> Path:
