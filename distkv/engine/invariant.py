@@ -1,0 +1,193 @@
+"""``engine.batch_invariant``: makes a model's bits independent of schedule and batch, or refuses the machine.
+
+The mode is a claim about kernels that nobody documents, so it is never taken on trust: at start every kernel is run
+with the sizes that it will see (:mod:`distkv.engine.tiles`), and then the whole model under random schedules against
+single passes. The sizes were found on two kinds of CPU; what another machine does, its own start tells. It holds for
+the number of threads that torch had then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distkv.engine.model import Model
+from distkv.engine.tiles import KEYS, ROWS, SIZES, Attention, Rows, padded_keys
+from distkv.engine.trial import differences, random_case
+from distkv.errors import NotInvariant
+from distkv.torch_group import TorchGroup
+
+__all__ = ["enable"]
+
+logger = logging.getLogger(__name__)
+
+_DRAWS = 1 << 18
+"""Numbers compared before a tile is taken for equal: in bfloat16 another order of adding shows in one of thousands."""
+
+_TRIALS = 3
+"""Random schedules of the whole model."""
+
+_LONGEST = 160
+"""Tokens of the longest sequence in them."""
+
+
+@torch.inference_mode()
+def enable(model: Model, group: dist.ProcessGroup | None = None) -> None:
+    """Makes ``model`` batch-invariant and tests that it is. Every rank of ``model.tp_group`` calls it together.
+
+    ``group``: over which the ranks tell each other the outcome, ``model.tp_group`` if it is None. Raises
+    ``NotInvariant`` on all ranks if one finds a difference; the model is then as it was. A second call does nothing.
+    """
+    if model.query_tiles is not None:
+        return
+    wrapped = dict(_wrapped(model))
+    problem: str | None = None
+    try:
+        for module, rows in wrapped.items():
+            module.forward = rows  # type: ignore[method-assign]
+        model.query_tiles = SIZES
+        if model.sums is not None:
+            model.sums.in_rank_order = True
+        try:
+            _test_rows(model, wrapped)
+            model.query_tiles = _query_tiles(model)
+        except NotInvariant as error:
+            problem = str(error)
+        problem = _test_model(model) or problem  # it has sums over the group: all ranks run it, whatever they found
+        _agree(model, problem, group or model.tp_group)
+    except BaseException:
+        for module in wrapped:
+            del module.forward
+        model.query_tiles = None
+        if model.sums is not None:
+            model.sums.in_rank_order = False
+        raise
+    logger.info("batch-invariant: queries in tiles of %s, products in %s", model.query_tiles,
+                sorted({rows.sizes for rows in wrapped.values()}))  # fmt: skip
+
+
+def _wrapped(model: Model) -> Iterator[tuple[nn.Module, Rows]]:
+    """Linear layers and activations: what else a decoder computes is exact, or goes row by row already."""
+    for module in model.module.modules():
+        if isinstance(module, nn.Linear) or _is_activation(module):
+            yield module, Rows.of(module)
+
+
+def _is_activation(module: nn.Module) -> bool:
+    where = type(module).__module__
+    return where in ("transformers.activations", "torch.nn.modules.activation") and not list(module.parameters())
+
+
+def _agree(model: Model, problem: str | None, group: dist.ProcessGroup | None) -> None:
+    found: list[str | None] = [problem]
+    if group is not None and model.tp_size > 1:
+        told = TorchGroup(group, timeout_s=model.timeout_s).exchange(json.dumps(problem).encode())
+        found = [json.loads(data) for data in told]
+    for rank, text in enumerate(found):
+        if text is not None:
+            raise NotInvariant(text, rank)
+
+
+# ---- one kernel at a time
+
+
+def _test_rows(model: Model, wrapped: dict[nn.Module, Rows]) -> None:
+    """Finds the tiles of every product and activation; those of one shape are tested once."""
+    found: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for module, rows in wrapped.items():
+        if isinstance(module, nn.Linear):
+            width, what = module.in_features, f"a linear layer {module.in_features} -> {module.out_features}"
+            width = module.weight.shape[1]  # of this rank's slice
+            what = f"a product {width} x {module.weight.shape[0]}"
+            key: tuple[object, ...] = (*module.weight.shape, module.bias is not None)
+        else:
+            width = model.module.config.intermediate_size // model.tp_size
+            what, key = f"{type(module).__name__} of width {width}", (type(module), width)
+        if key not in found:
+            found[key] = tiles_of(f"{what} in {_name(model)}", rows.function, width, model)
+        rows.sizes = found[key]
+
+
+def _name(model: Model) -> str:
+    return f"{str(model.dtype).removeprefix('torch.')} on {model.device}, {torch.get_num_threads()} thread(s)"
+
+
+def _random(model: Model, *shape: int, seed: int) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+    return made.to(model.device, model.dtype)
+
+
+def tiles_of(
+    what: str, function: Callable[[torch.Tensor], torch.Tensor], width: int, model: Model
+) -> tuple[int, ...]:
+    """The sizes that give the bits of :data:`ROWS` rows. Raises ``NotInvariant`` if a row's place among these counts.
+
+    This is nearly a proof: no other size is ever computed, and each place is tried.
+    """
+    sizes, seed, compared = SIZES, 0, 0
+    while compared < _DRAWS:
+        x = _random(model, SIZES[0] + ROWS, width, seed=seed)
+        reference = torch.cat([function(x[a : a + ROWS]) for a in range(0, len(x), ROWS)])
+        if not seed:
+            for place in range(1, ROWS):
+                if not torch.equal(function(x[place : place + ROWS]), reference[place : place + ROWS]):
+                    raise NotInvariant(f"{what}: {ROWS} rows give other bits at another place among them")
+        sizes = tuple(s for s in sizes if s == ROWS or same_rows(function(x[:s]), reference[:s]))
+        compared += reference.numel()
+        seed += 1
+    return sizes
+
+
+def same_rows(tile: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether a larger tile may be used: only where it gives the bits of the small ones."""
+    return torch.equal(tile, reference)
+
+
+def _query_tiles(model: Model) -> tuple[int, ...]:
+    """The tiles of queries that give the bits of the small one, under short and long contexts."""
+    heads = model.module.config.num_attention_heads // model.tp_size
+    longest = padded_keys(min(model.context, 3 * KEYS))
+    keys, values = (_random(model, longest, model.kv_heads, model.head_dim, seed=seed) for seed in (1, 2))
+    query = _random(model, longest, heads, model.head_dim, seed=3)
+    scale = model.head_dim**-0.5
+    what = f"attention, {heads} heads over {model.kv_heads} of {model.head_dim}, in {_name(model)}"
+
+    def attend(sizes: tuple[int, ...], start: int, n: int, tokens: int) -> torch.Tensor:
+        return Attention(sizes)(query[start : start + n], keys[:tokens], values[:tokens], start, scale)
+
+    sizes = SIZES
+    for start in (0, KEYS - ROWS - 3, longest - SIZES[0] - ROWS):
+        if start < 0 or start + SIZES[0] + ROWS > longest:
+            continue
+        reference = attend((ROWS,), start, SIZES[0] + ROWS, longest)
+        for place in range(ROWS):
+            for n in (1, ROWS):
+                if not torch.equal(attend((ROWS,), start + place, n, longest), reference[place : place + n]):
+                    raise NotInvariant(f"{what}: {n} queries from position {start + place} on give other bits than "
+                                       f"among those from {start} on")  # fmt: skip
+        sizes = tuple(
+            s for s in sizes
+            if s == ROWS or same_rows(attend((s,), start, s, longest), reference[:s])
+        )  # fmt: skip
+    return sizes
+
+
+# ---- the whole model
+
+
+def _test_model(model: Model) -> str | None:
+    """The first difference under a few random schedules."""
+    random = np.random.default_rng(0)
+    longest = min(_LONGEST, model.context)
+    for _ in range(_TRIALS):
+        case = random_case(random, vocab=model.vocab_size, page_size=ROWS, longest=longest, sequences=3, batch=longest)
+        found = differences(model, case)
+        if found:
+            return f"the whole model in {_name(model)}: {found[0]}"
+    return None
