@@ -69,6 +69,11 @@ class EngineConfig(Section):
     the next step and not of this one, unless nothing else is running. With cache.asynchronous it always does, at no
     such cost."""
 
+    batch_invariant: bool = setting(False, agreed=True)
+    """Whether a request's bits are the same under any schedule and in any batch: logits and KV memory, so that a
+    cached run gives what an uncached one gives however prompts are cut. Slower; tested at start, and refused on a
+    machine whose kernels cannot do it."""
+
     idle_timeout_s: float = setting(600.0, agreed=True, above=0, high=31_536_000)
     """Seconds that the other ranks wait for rank 0's next message before they take it for gone."""
 

@@ -13,6 +13,7 @@ from distkv.cache import PrefixCache
 from distkv.engine.config import ServeConfig
 from distkv.engine.execution import Execution
 from distkv.engine.handoff import Handoff, News
+from distkv.engine.invariant import enable
 from distkv.engine.intake import Intake, new_request
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
@@ -57,6 +58,11 @@ class Engine:
         cache_place = (cache_group.rank, cache_group.size) if cache_group is not None else (0, 1)
         check_group("cache_group", cache_place, (model.tp_rank, model.tp_size))
         check_group("handoff_group", place_in(handoff_group), (model.tp_rank, model.tp_size))
+        if config.engine.batch_invariant:
+            enable(model, handoff_group)
+        elif model.query_tiles is not None:
+            raise ModelError("the model was made batch-invariant by an earlier engine, but engine.batch_invariant is "
+                             "false; load it again")  # fmt: skip
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
@@ -253,7 +259,8 @@ class Engine:
 
 
 def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:
+    attention = "distkv-engine-tiles" if config.engine.batch_invariant else "distkv-engine-sdpa"
     return Fingerprint(
-        model=model.identity, tp=model.tp_size, dtype=config.model.dtype, attention="distkv-engine-sdpa",
+        model=model.identity, tp=model.tp_size, dtype=config.model.dtype, attention=attention,
         kv_layout="layers,planes,pages,tokens,heads,dim",
     )  # fmt: skip
