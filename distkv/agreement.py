@@ -21,7 +21,7 @@ from distkv.errors import (
     RequestTooLarge,
     SequenceError,
 )
-from distkv.keys import TOKEN_BYTES, tag_of
+from distkv.keys import tag_of
 from distkv.pages import Pages
 from distkv.reasons import Reason
 from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
@@ -45,6 +45,7 @@ class Agreement:
         self.reasons: Counter[Reason] = Counter()
         self.ballot: Ballot | None = None
         self._began = False
+        self._collective = False
         self._aborted_in_flight = False
         self._refused: list[Refused] = []
         self._leftover = 0
@@ -56,14 +57,8 @@ class Agreement:
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue, or among the refused of the next result."""
         # A branch: what the caller appends to its chain from now on is not of this request.
-        chain, size = self.books.renamed(request.chain).branch(), self.books.page_size
-        pending = Pending.of(request, chain, size)
-        tail = bytes(chain.buffer[TOKEN_BYTES * chain.pages * size : TOKEN_BYTES * len(chain)])
-        behind = [s for s in chain.spans if s.end > chain.pages * size]  # the last key has the others
-        tail += encode(*(x for s in behind for x in (s.start, s.length, s.digest, s.kind)))
-        last_key = chain.keys[chain.pages - 1] if chain.pages else chain.seed
-        self.books.note(Call.SUBMIT, pending.tag, pending.total, len(chain), pending.limit, request.write, last_key,
-                        data=tail)
+        pending = Pending.of(request, self.books.renamed(request.chain).branch(), self.books.page_size)
+        pending.note(self.books)
         error = self._why_refused(pending)
         if error is None:
             self.queue.append(pending)
@@ -118,18 +113,24 @@ class Agreement:
     # ---- the step
 
     def begin(self, message: Message) -> Vector | None:
-        """Applies the message and fills the ballot. None: the step needs no collective.
+        """Applies the message and fills the ballot. Gives this rank's part of the collective; None: there is none.
 
-        Whether it needs one is known from agreed facts alone, before anything that can fail on one rank: a request
+        Whether there is one is known from agreed facts alone, before anything that can fail on one rank: a request
         waits or comes in, or the heartbeat is due. What fails from there on is voted as a fault.
         """
         if self._began:
             raise SequenceError("begin_step was called twice; end_step comes in between")
-        due = bool(self.queue) or bool(message.requests)
         self._began = True
         self.books.step += 1
         self.counters.steps += 1
-        due = due or self.books.step - self._last_ballot >= self.heartbeat
+        vector = self._to_send(self._filled(message))
+        self._collective = vector is not None
+        self.counters.collectives += self._collective
+        return vector
+
+    def _filled(self, message: Message) -> Vector | None:
+        """This rank's ballot, or its fault; None if nothing has to be decided."""
+        due = bool(self.queue) or bool(message.requests) or self._heartbeat_due()
         try:
             self._apply(message)
             return self._fill() if due else None
@@ -146,6 +147,13 @@ class Agreement:
             self.give_up()
             raise
 
+    def _heartbeat_due(self) -> bool:
+        return self.books.step - self._last_ballot >= self.heartbeat
+
+    def _to_send(self, own: Vector | None) -> Vector | None:
+        """What of this rank's ballot goes to the group: all of it."""
+        return own
+
     def _fill(self) -> Vector:
         self.ballot = self._new_ballot()
         if self._fault is not None:
@@ -160,7 +168,6 @@ class Agreement:
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
         self._leftover = 0  # whatever becomes of this ballot
-        self.counters.collectives += 1
         return Ballot(self.books.step, self.books.epoch, self.books.room)
 
     def end(self, minimum: Vector | None) -> StepResult:
@@ -288,5 +295,5 @@ class Agreement:
                     waiting.append(Waiting(row.pending.request.id, *why))
         return StepResult(
             step=self.books.step, ready=ready, waiting=tuple(waiting), refused=refused, leftover=self._leftover,
-            collective=ballot is not None,
+            collective=self._collective,
         )

@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from distkv.books import Books
+from distkv.books import Books, Call
 from distkv.chain import KeyChain
+from distkv.encoding import encode as encoded
 from distkv.entries import NO_PAGES, Match
-from distkv.keys import tag_of
+from distkv.keys import TOKEN_BYTES, tag_of
 from distkv.pages import Pages
 from distkv.request import Request
 
@@ -65,6 +66,16 @@ class Pending:
         """The queue's entry for a new request, whose prompt ``chain`` names."""
         total = -(-(len(chain) + request.output_limit) // page_size)
         return cls(request, chain, total, tag_of(request.id))
+
+    def note(self, books: Books) -> None:
+        """Rolls the digest over everything that the others' request of this name has to have in common with it."""
+        chain = self.chain
+        at = chain.pages * chain.namer.page_size
+        tail = bytes(chain.buffer[TOKEN_BYTES * at : TOKEN_BYTES * len(chain)])
+        behind = [s for s in chain.spans if s.end > at]  # the last key has the others
+        tail += encoded(*(x for s in behind for x in (s.start, s.length, s.digest, s.kind)))
+        last_key = chain.keys[chain.pages - 1] if chain.pages else chain.seed
+        books.note(Call.SUBMIT, self.tag, self.total, len(chain), self.limit, self.request.write, last_key, data=tail)
 
     @property
     def limit(self) -> int:
@@ -145,6 +156,14 @@ def encode(ballot: Ballot, digest: int, queue_slots: int) -> Vector:
     for i, row in enumerate(ballot.rows):
         at = _ROWS + _ROW_FIELDS * i
         vector[at : at + _ROW_FIELDS] = (len(row.held), len(row.held), row.live)
+    return vector
+
+
+def check(digest: int) -> Vector:
+    """The vector of a group in lockstep: a digest and nothing to decide."""
+    vector = np.full(ballot_size(0), NEUTRAL, np.int64)
+    vector[_DIGEST] = digest & _DIGEST_MASK
+    vector[_MINUS_DIGEST] = -(digest & _DIGEST_MASK)
     return vector
 
 

@@ -29,6 +29,11 @@ class Call(IntEnum):
     GROW = 8
     NEXT_EPOCH = 9
     STEP = 10
+    # in lockstep only, where more has to be equal
+    FOUND = 11
+    END = 12
+    RETIRED = 13
+    STATE = 14
 
 
 class Owner(Protocol):
@@ -48,7 +53,8 @@ class Books:
     index holds, and holds are kept within the room by the agreement.
     """
 
-    def __init__(self, pages: int, scratch: int, namer: Namer, *, store_at_fill: bool, asynchronous: bool) -> None:
+    def __init__(self, pages: int, scratch: int, namer: Namer, *, store_at_fill: bool, asynchronous: bool,
+                 lockstep: bool = False) -> None:
         self.namer = namer
         self.page_size = page_size = namer.page_size
         self.pool = PagePool(pages, scratch)
@@ -60,6 +66,7 @@ class Books:
         self.step = 0
         self.digest = 0
         self._retiring: deque[tuple[int, Pages]] = deque()
+        self.lockstep = lockstep
 
     @property
     def room(self) -> int:
@@ -69,6 +76,17 @@ class Books:
     def note(self, call: Call, *numbers: int, data: bytes = b"") -> None:
         """Rolls the digest over one call that changed agreed state."""
         self.digest = roll(self.digest, call, *numbers, data=data)
+
+    def note_state(self) -> None:
+        """Rolls the digest over what the next decisions depend on beside the calls: every page's state. O(pages).
+
+        With the counters an entry that one rank dropped shows even after its page got the same state on all again.
+        """
+        pool, index = self.pool, self.index
+        self.note(Call.STATE, self.step, self.epoch, self.reserved, len(index), index.stored, index.evicted,
+                  index.cascades, index.collisions, index.recency.clock, len(self._retiring))
+        for pages in (pool.owners, pool.holds, pool.indexed, index.recency.stamp, pool.free_ids()):
+            self.note(Call.STATE, data=pages.tobytes())
 
     def renamed(self, chain: KeyChain) -> KeyChain:
         """The chain under the current weights version: itself, unless it was made before a bump."""
@@ -117,6 +135,8 @@ class Books:
 
     def retired(self, step: int) -> None:
         """All forwards launched up to step ``step`` have ended."""
+        if self.lockstep and self.asynchronous:
+            self.note(Call.RETIRED, step)
         while self._retiring and self._retiring[0][0] <= step:
             self._free(self._retiring.popleft()[1])
 

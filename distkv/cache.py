@@ -10,10 +10,12 @@ from distkv.agreement import Agreement
 from distkv.books import Books
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
+from distkv.entries import CachedPrefix
 from distkv.errors import DistKVError, GroupError, InvariantError, MessageError, PeerFailed, SequenceError
 from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
+from distkv.lockstep import Lockstep
 from distkv.request import Message, Request, StepResult
 from distkv.sequence import Sequence
 from distkv.start import agree_at_start
@@ -50,9 +52,11 @@ class PrefixCache:
         cache, pool = config.cache, config.pool
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
         self._books = Books(pool.pages, pool.scratch_pages, namer, store_at_fill=cache.index_on == "fill",
-                            asynchronous=cache.asynchronous)
+                            asynchronous=cache.asynchronous, lockstep=cache.agreement == "lockstep")
         smallest = agree_at_start(self._group, config, namer, self._books.pool.usable)
-        self._agreement = Agreement(self._books, self._group.rank, cache.queue_slots, cache.heartbeat, smallest)
+        rank, slots = self._group.rank, cache.queue_slots
+        self._agreement = (Lockstep(self._books, rank, slots, cache.check_every, smallest) if self._books.lockstep
+                           else Agreement(self._books, rank, slots, cache.heartbeat, smallest))
         self._ticket: Ticket | None = None
         self._broken: DistKVError | None = None
 
@@ -223,6 +227,13 @@ class PrefixCache:
     def pool_pages(self) -> int:
         """Usable pages of the smallest pool of the group: what one request may use at most."""
         return self._agreement.smallest_pool
+
+    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+        """Tokens and pages of every indexed prefix of this rank that no longer one continues. Changes nothing.
+
+        For looking at what is cached, such as the check of the pages' bytes; do not call the cache between two of them.
+        """
+        return self._books.index.entries.prefixes()
 
     def stats(self) -> Stats:
         """Counters and page states of this rank, at this moment."""

@@ -55,7 +55,17 @@ class CacheConfig(Section):
 
     heartbeat: int = setting(64, agreed=True, low=1, high=1_000_000)
     """A group with nothing to agree on still exchanges a ballot every so many steps, so that a rank that has
-    stopped or departed from the others is noticed."""
+    stopped or departed from the others is noticed. Of no use in lockstep, which has check_every."""
+
+    agreement: Literal["minimum", "lockstep"] = setting("minimum", agreed=True)
+    """How the ranks come to one decision. minimum: in each step that has something to decide they exchange what each of
+    them has; pools may differ, and a rank may lose pages. lockstep: each decides alone from equal state, and a digest
+    of the state is exchanged every check_every steps. That needs equal pools and equal calls, retired included, at
+    equal places between begin_step and end_step; a rank that departs is noticed at the next digest, and ends the
+    group."""
+
+    check_every: int = setting(64, agreed=True, low=1, high=1_000_000)
+    """Steps between two digests in lockstep. A digest costs one small collective and a pass over this rank's pages."""
 
     key_function: Literal["xxh3_64", "xxh64"] = setting("xxh3_64", agreed=True)
     """The hash that names pages. It only nominates: stored token ids are compared before a page is used."""
@@ -67,7 +77,8 @@ class CacheConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig(Section):
-    """This rank's pages. May differ from rank to rank; the smallest pool decides what can be admitted."""
+    """This rank's pages. May differ from rank to rank, but not in lockstep; the smallest pool decides what can be
+    admitted."""
 
     pages: int = setting(1024, agreed=False, low=1, high=_MAX_PAGES)
     """Pages in this rank's pool, scratch pages included. The memory is the engine's: pages x page_size x bytes of

@@ -12,15 +12,18 @@ from distkv.group import Group
 
 _PROBE = "key function (key of a probe)"
 _NAMING = ("cache.page_size", "cache.key_function")
+_POOL = ("pages", "scratch_pages")
 
 
 def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:
     """Compares the agreed fields and a probe key over the group, in one exchange.
 
     Returns the smallest pool of the group, in usable pages. Raises GroupMismatch, on every rank, naming each field
-    that differs and every rank's value. Local fields (pool sizes) may differ.
+    that differs and every rank's value. Local fields (pool sizes) may differ, but not in lockstep.
     """
     fields = agreed_fields(config)
+    if config.cache.agreement == "lockstep":
+        fields |= {f"pool.{name} (equal in lockstep)": str(getattr(config.pool, name)) for name in _POOL}
     fields |= {f"fingerprint.{name}": str(value) for name, value in asdict(namer.fingerprint).items()}
     fields[_PROBE] = namer.probe()
     mine = json.dumps({"fields": fields, "pages": usable_pages}, sort_keys=True).encode()

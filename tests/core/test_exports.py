@@ -15,7 +15,7 @@ from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "reasons", "pages", "books", "sequence",
-           "request", "ballot", "agreement", "stats", "errors", "table_buffers", "tables"]
+           "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "faults", "watchdog", "_settings", "_values",
@@ -24,7 +24,7 @@ LAYERS = [["keys", "encoding", "config", "errors", "_settings", "_values", "_loa
           ["pages", "faults"], ["runs"],
           ["entries", "policy", "reasons", "table_buffers"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
-          ["torch_group", "start"], ["cache"]]
+          ["torch_group", "start", "lockstep"], ["cache"]]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:
