@@ -27,7 +27,7 @@ from distkv.layout import Layout
 
 layout = Layout.from_environment()
 config, *rest = sys.argv[1:]
-names = ["OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "WORLD_SIZE", "MASTER_ADDR"]
+names = ["OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "MASTER_ADDR"]
 found = {name: os.environ.get(name) for name in names}
 found.update(config=config, rest=rest, rank=layout.rank, local_rank=layout.local_rank, pid=os.getpid())
 dist.init_process_group("gloo")
@@ -97,7 +97,6 @@ def test_one_process_per_rank_of_the_configuration(launch: Launch) -> None:
         assert found == {
             "OMP_NUM_THREADS": str(max(1, cores // 2)),
             "OMP_WAIT_POLICY": "PASSIVE",
-            "HF_HUB_OFFLINE": "1",
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "config": "a config.yaml",

@@ -92,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _quiet(rank: int) -> None:
-    """Plain log lines of our own, only from rank 0; no look at the network for a model that lies on the disk."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """Plain log lines of our own, only from rank 0."""
     logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
     logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     import transformers
