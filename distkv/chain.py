@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from struct import iter_unpack
 
 import numpy as np
 
@@ -60,13 +61,14 @@ class Namer:
 class _Log:
     """What the branches of one conversation share: append-only, so a view of its first n tokens never changes."""
 
-    __slots__ = ("extras", "keys", "spans", "tokens")
+    __slots__ = ("extra_pages", "extras", "keys", "spans", "tokens")
 
     def __init__(self) -> None:
         self.tokens = bytearray()
         self.keys: list[int] = []
         self.spans: list[Span] = []
         self.extras: dict[int, bytes] = {}
+        self.extra_pages: list[int] = []  # the keys of extras, which are ascending, for bisection
 
 
 class KeyChain:
@@ -114,6 +116,21 @@ class KeyChain:
     def extras(self) -> dict[int, bytes]:
         """Encoded extras of the log's full pages that have any, by page number. Not to be modified."""
         return self._log.extras
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether any page of the log has extras."""
+        return bool(self._log.extra_pages)
+
+    def count_extras(self, start: int, stop: int) -> int:
+        """How many of the pages ``start .. stop - 1`` have extras."""
+        pages = self._log.extra_pages
+        return bisect_left(pages, stop) - bisect_left(pages, start) if pages else 0
+
+    def extras_between(self, start: int, stop: int) -> dict[int, bytes]:
+        """The extras of those of the pages ``start .. stop - 1`` that have any."""
+        pages, extras = self._log.extra_pages, self._log.extras
+        return {page: extras[page] for page in pages[bisect_left(pages, start) : bisect_left(pages, stop)]}
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -203,7 +220,11 @@ class KeyChain:
         return chain
 
     def _span_around(self, n: int) -> Span | None:
-        return next((s for s in self._log.spans if s.start < n < s.end), None)
+        spans = self._log.spans
+        if not spans:
+            return None
+        before = bisect_left(spans, n, key=lambda s: s.start) - 1  # the last that starts before n; spans do not overlap
+        return spans[before] if before >= 0 and n < spans[before].end else None
 
     def _check_spans(self, spans: list[Span], end: int) -> None:
         at = self._length
@@ -226,7 +247,8 @@ class KeyChain:
         log.tokens = old.tokens[: TOKEN_BYTES * self._length]
         log.keys = old.keys[:pages]
         log.spans = list(self.spans)
-        log.extras = {page: data for page, data in old.extras.items() if page < pages}
+        log.extras = self.extras_between(0, pages)
+        log.extra_pages = list(log.extras)
         self._log = log
 
     def _name_new_pages(self) -> None:
@@ -235,21 +257,30 @@ class KeyChain:
         if first == end:
             return
         key = log.keys[-1] if log.keys else self.seed
-        append = log.keys.append
-        with memoryview(log.tokens) as view:
-            if not log.spans:
-                for start in range(first * size, end * size, size):
-                    key = hash64(view[start : start + size], key)
-                    append(key)
-                return
-            for page in range(first, end):
-                extras = self._extras_of(page)
-                data: bytes | memoryview = view[page * size : (page + 1) * size]
-                if extras:
-                    log.extras[page] = extras
-                    data = bytes(data) + extras
-                key = hash64(data, key)
-                append(key)
+        for page in self._touched(first, end) if log.spans else ():
+            key = self._name_plain(first, page, key)
+            extras = log.extras[page] = self._extras_of(page)
+            log.extra_pages.append(page)
+            key = hash64(bytes(log.tokens[page * size : (page + 1) * size]) + extras, key)
+            log.keys.append(key)
+            first = page + 1
+        self._name_plain(first, end, key)
+
+    def _name_plain(self, first: int, end: int, key: int) -> int:
+        """Names the pages ``first .. end - 1``, which have no extras, behind ``key``. Returns the last key."""
+        log, size, hash64 = self._log, TOKEN_BYTES * self.namer.page_size, self.namer.hash64
+        with memoryview(log.tokens) as view, view[first * size : end * size] as new:
+            log.keys += [key := hash64(page, key) for (page,) in iter_unpack(f"{size}s", new)]
+        return key
+
+    def _touched(self, first: int, end: int) -> list[int]:
+        """Those of the pages ``first .. end - 1`` that a span touches, in order."""
+        size, spans = self.namer.page_size, self._log.spans
+        pages: list[int] = []
+        for at in range(bisect_right(spans, first * size, key=lambda s: s.end), len(spans)):
+            low = max(spans[at].start // size, pages[-1] + 1 if pages else first)
+            pages.extend(range(low, min(end, (spans[at].end - 1) // size + 1)))
+        return pages
 
     def _extras_of(self, page: int) -> bytes:
         size = self.namer.page_size

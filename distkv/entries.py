@@ -16,7 +16,7 @@ import numpy.typing as npt
 from distkv.chain import KeyChain
 from distkv.errors import InvariantError
 from distkv.keys import TOKEN_BYTES, Adapter
-from distkv.pages import Pages, positions
+from distkv.pages import Pages, one_by_one, positions
 from distkv.runs import Root, Run
 
 NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -62,7 +62,7 @@ class Entries:
         self.page_bytes = TOKEN_BYTES * page_size
         self.run_of_key: dict[int, Run] = {}
         self.run_of: npt.NDArray[np.int32] = np.full(pages, -1, np.int32)
-        self._run_of = memoryview(self.run_of)  # one page at a time, a memoryview is faster than an array
+        self._run_of = one_by_one(self.run_of)
         self.runs: list[Run | None] = []
         self.roots: dict[bytes, Root] = {}
         self._free_slots: list[int] = []
@@ -77,13 +77,13 @@ class Entries:
 
     def last_run_of(self, pages: Pages) -> Run | None:
         """The run of the last of the pages that is indexed; None if none is."""
-        for page in pages[: -_TAIL - 1 : -1].tolist():  # the pages of a sequence mostly end with one, or few, that are not
-            slot = self._run_of[page]
-            if slot >= 0:
-                return self.runs[slot]
+        for page in pages[: -_TAIL - 1 : -1].tolist():  # a sequence has one or few pages behind its full ones
+            run = self.run_with(page)
+            if run is not None:
+                return run
         slots = self.run_of[positions(pages[:-_TAIL])]
         known = np.flatnonzero(slots >= 0)
-        return self.runs[slots[known[-1]]] if len(known) else None
+        return self.runs[int(slots[known[-1]])] if len(known) else None
 
     # ---- lookup
 

@@ -7,7 +7,7 @@ import numpy as np
 from distkv.chain import KeyChain
 from distkv.entries import Entries, Match, path_to
 from distkv.errors import InvariantError
-from distkv.pages import PagePool, Pages
+from distkv.pages import PagePool, Pages, positions
 from distkv.policy import LeastRecent
 from distkv.reasons import Memory
 from distkv.runs import Root, Run
@@ -57,7 +57,7 @@ class PrefixIndex:
 
     def _still_known(self, chain: KeyChain, pages: Pages, known: int) -> Match | None:
         """The caller owns ``pages``, so an entry that still names the last known one has the caller's content."""
-        if not known or (known < len(pages) and chain.keys[known] in self.entries.page_of):
+        if not known or (known < len(pages) and chain.keys[known] in self.entries.run_of_key):
             return None
         entry = self.entries.entry(chain.keys[known - 1], known - 1)
         if entry is None or entry[0].pages[entry[1]] != pages[known - 1]:
@@ -66,37 +66,31 @@ class PrefixIndex:
 
     def _append(self, chain: KeyChain, pages: Pages, found: Match) -> int:
         """Enters the pages behind the match, up to the first key that names another page already."""
-        first, stop = len(found), len(found)
-        for key, page in zip(chain.keys[first : len(pages)], pages[first:].tolist(), strict=True):
-            if self.entries.run_of[page] >= 0 or self.entries.page_of.setdefault(key, page) != page:
-                self.collisions += 1
-                break
-            stop += 1
-        new = pages[first:stop]
-        if not len(new):
+        first = len(found)
+        new = pages[first:]
+        n = self.entries.enterable(chain.keys[first : len(pages)], new)
+        if n < len(new):
+            self.collisions += 1
+            new = new[:n]
+        if not n:
             return first
-        run = self.entries.run_to_extend(chain, found)
-        run.append(chain, first, new)
-        self.entries.run_of[new] = run.slot
+        run = self.entries.append(chain, found, new)
         self.pool.enter(new)
-        self.stored += len(new)
+        self.stored += n
         if run.start == 0 and first == 0:
             self.memory.first_page(run, self.entries.page_bytes)
-        return stop
+        return first + n
 
     # ---- release
 
     def offer(self, pages: Pages) -> None:
         """The caller has let go of ``pages`` of one chain: if the last indexed one ends a run, it may be evicted."""
-        slots = self.entries.run_of[pages]
-        known = np.flatnonzero(slots >= 0)
-        if len(known):
-            self._offer_tail(self.entries.runs[slots[known[-1]]])
+        self._offer_tail(self.entries.last_run_of(pages))
 
     def _offer_tail(self, run: Run | Root | None) -> None:
         if isinstance(run, Run) and not run.children:
             page = run.pages[-1]
-            if not self.pool.owners[page] and not self.pool.holds[page]:
+            if self.pool.cold(page):
                 self.recency.offer(page)
 
     def evict(self, n: int) -> int:
@@ -113,10 +107,13 @@ class PrefixIndex:
                 freed += 1
                 continue
             run = self.entries.run_with(page)
-            if run is None or run.children or run.pages[-1] != page or self.pool.owners[page] or self.pool.holds[page]:
+            if run is None or run.children or run.pages[-1] != page or not self.pool.cold(page):
                 continue
             take = self._cold_suffix(run, n - freed)
-            self._drop_entries(run, len(run) - take)
+            if take == 1:
+                self._drop_last(run)
+            else:
+                self._drop_entries(run, len(run) - take)
             freed += take
         self.evicted += freed
         return freed
@@ -125,13 +122,13 @@ class PrefixIndex:
         """How many entries at the end of the run, at most ``want``, are cold and not newer than the next candidate."""
         if want == 1 or len(run) == 1:
             return 1
-        pages = run.page_ids(max(0, len(run) - want))
-        takeable = self.pool.is_cold(pages)
+        at = positions(run.page_ids(max(0, len(run) - want)))
+        takeable = self.pool.is_cold(at)
         bound = self.recency.next_stamp()
         if bound is not None:
-            takeable &= self.recency.stamp[pages] <= bound
-        takeable[-1] = True
-        return len(pages) if takeable.all() else int(takeable[::-1].argmin())
+            takeable &= self.recency.stamp[at] <= bound
+        n = int(np.count_nonzero(takeable))
+        return n if n == len(at) else max(1, int(takeable[::-1].argmin()))
 
     def _evict_interior(self) -> bool:
         """Drops one cold page that has no cold descendant, and its descendants from the index. Rare, O(pool).
@@ -192,6 +189,15 @@ class PrefixIndex:
         pages, keys, end = self.entries.remove(run, keep)
         self.memory.evicted(keys)
         self.pool.leave(pages)
+        self._offer_tail(end)
+
+    def _drop_last(self, run: Run) -> None:
+        """:meth:`_drop_entries` for the last entry, as eviction of one page needs it."""
+        if run.start == 0 and len(run.pages) == 1:
+            self.memory.forget_first_page(run)
+        page, key, end = self.entries.remove_last(run)
+        self.memory.evicted((key,))
+        self.pool.leave_one(page)
         self._offer_tail(end)
 
     def runs(self) -> list[Run]:

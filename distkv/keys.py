@@ -30,6 +30,7 @@ KEY_FUNCTIONS: dict[str, Hash64] = {"xxh3_64": xxhash.xxh3_64_intdigest, "xxh64"
 TOKEN_BYTES = 4
 _MAX_TOKEN = 2**31 - 1
 _MASK_64 = 2**64 - 1
+_PACK = [struct.Struct(f"<B{n}Q").pack for n in range(16)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,5 +139,8 @@ def tag_of(name: str) -> int:
 
 def roll(digest: int, operation: int, *numbers: int, data: bytes = b"") -> int:
     """The rolling digest after one more call: ``xxh3_64(operation, numbers, data; seed = digest)``."""
-    packed = struct.pack(f"<B{len(numbers)}Q", operation, *[int(n) & _MASK_64 for n in numbers])
+    try:
+        packed = _PACK[len(numbers)](operation, *numbers)
+    except (IndexError, struct.error):  # many numbers, or one outside 0 .. 2**64 - 1
+        packed = struct.pack(f"<B{len(numbers)}Q", operation, *[int(n) & _MASK_64 for n in numbers])
     return xxhash.xxh3_64_intdigest(packed + data, digest)

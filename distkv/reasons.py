@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from distkv.chain import KeyChain
@@ -50,14 +49,14 @@ class Memory:
     """
 
     def __init__(self, pages: int) -> None:
-        self._left: npt.NDArray[np.uint64] = np.zeros(2 * pages, np.uint64)
+        self._left = array("Q", bytes(8 * 2 * pages))
         self._first: dict[int, dict[int, Run]] = {}
 
-    def evicted(self, keys: list[int]) -> None:
+    def evicted(self, keys: Iterable[int]) -> None:
         """These keys left the index."""
-        size = len(self._left)
+        left, size = self._left, len(self._left)
         for key in keys:
-            self._left[key % size] = key
+            left[key % size] = key
 
     def first_page(self, run: Run, page_bytes: int) -> None:
         """A run that begins a chain was made."""
@@ -80,7 +79,7 @@ class Memory:
         if last and self._indexed(chain, leaf, used):
             return Reason.WHOLE
         key = chain.keys[matched]
-        if int(self._left[key % len(self._left)]) == key:
+        if self._left[key % len(self._left)] == key:
             return Reason.EVICTED
         if matched == 0:
             return self._explain_first(chain)

@@ -55,8 +55,8 @@ class Run:
         return self.start + len(self.pages)
 
     def page_ids(self, first: int = 0, stop: int | None = None) -> Pages:
-        """A copy of the page ids of entries ``first .. stop - 1`` of this run."""
-        return np.array(self.pages[first:stop], dtype=np.int32)
+        """A copy of the page ids of entries ``first .. stop - 1`` of this run, of which there is at least one."""
+        return np.frombuffer(self.pages[first:stop], np.int32)
 
     def has(self, chain: KeyChain, used: int) -> bool:
         """Whether the first ``used`` entries have the tokens and extras of ``chain`` at their positions.
@@ -70,11 +70,14 @@ class Run:
         else:
             with memoryview(self.tokens) as view, view[: used * size] as part:
                 same = chain.buffer.startswith(part, at)
-        if not same or not (self.extras or chain.extras):
-            return same
-        mine = self.extras or {}
-        theirs = chain.extras
-        return all(mine.get(i) == theirs.get(i) for i in range(self.start, self.start + used))
+        return same and not ((self.extras or chain.has_extras) and not self.has_extras(chain, used))
+
+    def has_extras(self, chain: KeyChain, used: int) -> bool:
+        """Whether the first ``used`` entries have the extras of ``chain``: O(extras of this run), not O(pages)."""
+        mine, end = self.extras or {}, self.start + used
+        if mine and used < len(self.pages):
+            mine = {i: data for i, data in mine.items() if i < end}
+        return len(mine) == chain.count_extras(self.start, end) and mine.items() <= chain.extras.items()
 
     def append(self, chain: KeyChain, first: int, pages: Pages) -> None:
         """Adds the chain's pages ``first .. first + len(pages) - 1``, whose bytes lie in ``pages``."""
@@ -83,10 +86,18 @@ class Run:
         self.tokens += chain.buffer[first * size : stop * size]
         self.pages.frombytes(pages.tobytes())
         self.keys += chain.keys[first:stop]
-        if chain.extras:
-            found = {i: chain.extras[i] for i in range(first, stop) if i in chain.extras}
-            if found:
-                self.extras = {**(self.extras or {}), **found}
+        if chain.count_extras(first, stop):
+            if self.extras is None:
+                self.extras = {}
+            self.extras.update(chain.extras_between(first, stop))
+
+    def pop(self) -> tuple[int, int]:
+        """Drops the last entry. Returns its page and key."""
+        position, size = self.end - 1, len(self.tokens) // len(self.pages)
+        del self.tokens[-size:]
+        if self.extras and self.extras.pop(position, None) is not None and not self.extras:
+            self.extras = None
+        return self.pages.pop(), self.keys.pop()
 
     def cut(self, keep: int) -> None:
         """Drops the entries behind the first ``keep``."""

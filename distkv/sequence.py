@@ -111,9 +111,9 @@ class Sequence:
                                 + (f"it was {self.ended}" if self.ended else f"{self._opened} tokens are opened"))
         if stop - start == 1:
             return np.array([int(self._pages[start // size]) * size + start % size], np.int64)
-        at = np.arange(start, stop, dtype=np.int64)
-        page, offset = np.divmod(at, size)
-        return self._pages[page].astype(np.int64) * size + offset
+        first = start // size
+        slots = self._pages[first : -(-stop // size), None] * np.int64(size) + np.arange(size)
+        return slots.reshape(-1)[start - first * size : stop - first * size]
 
     # ---- writing
 

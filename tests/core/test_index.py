@@ -311,7 +311,7 @@ def test_check_finds_a_spoiled_index() -> None:
         index = cache._books.index
         run = next(r for r in index.runs() if r.start == 0)
         if spoil == 0:
-            index.entries.page_of.pop(run.keys[0])
+            index.entries.run_of_key.pop(run.keys[0])
         elif spoil == 1:
             index.entries.run_of[run.pages[0]] = -1
         elif spoil == 2:
