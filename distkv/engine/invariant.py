@@ -50,7 +50,7 @@ def enable(model: Model, group: dist.ProcessGroup | None = None) -> None:
     problem: str | None = None
     try:
         for module, rows in wrapped.items():
-            module.forward = rows  # type: ignore[method-assign]
+            module.forward = rows
         model.query_tiles = SIZES
         if model.sums is not None:
             model.sums.in_rank_order = True
@@ -130,7 +130,8 @@ def tiles_of(
 
     This is nearly a proof: no other size is ever computed, and each place is tried.
     """
-    sizes, seed, compared = SIZES, 0, 0
+    sizes: tuple[int, ...] = SIZES
+    seed = compared = 0
     while compared < _DRAWS:
         x = _random(model, SIZES[0] + ROWS, width, seed=seed)
         reference = torch.cat([function(x[a : a + ROWS]) for a in range(0, len(x), ROWS)])
@@ -161,7 +162,7 @@ def _query_tiles(model: Model) -> tuple[int, ...]:
     def attend(sizes: tuple[int, ...], start: int, n: int, tokens: int) -> torch.Tensor:
         return Attention(sizes)(query[start : start + n], keys[:tokens], values[:tokens], start, scale)
 
-    sizes = SIZES
+    sizes: tuple[int, ...] = SIZES
     for start in (0, KEYS - ROWS - 3, longest - SIZES[0] - ROWS):
         if start < 0 or start + SIZES[0] + ROWS > longest:
             continue

@@ -33,7 +33,7 @@ class Piece:
 class Case:
     """Sequences, which of them share pages, and the batches that compute them.
 
-    ``donors[i]`` is ``(j, pages)``: sequence i begins with the first ``pages`` pages of j, in place; ``pages`` may be 0.
+    ``donors[i]`` is ``(j, pages)``: sequence i begins with the first ``pages`` pages of j, which may be none, in place.
     """
 
     tokens: list[np.ndarray]
@@ -134,7 +134,7 @@ def _forward(
         keep += [at + position - start for position in piece.keep]
         counts.append(len(piece.keep))
         at += len(ids)
-    return list(model.forward(Batch.build(pool, full, model.dtype), keep).split(counts))
+    return list(torch.split(model.forward(Batch.build(pool, full, model.dtype), keep), counts))
 
 
 def _page_differences(who: int, pool: KVPool, table: np.ndarray, alone: KVPool, tokens: int) -> list[str]:
