@@ -118,6 +118,8 @@ def paged_attention(
     if distkv is None:
         raise ModelError("the attention function 'distkv' needs the batch as keyword argument distkv=")
     odd = sorted(name for name, given in others.items() if given is not None and name not in _IGNORED)
+    if not getattr(module, "is_causal", True):
+        odd.append("attention in both directions")
     if odd or attention_mask is not None:
         raise ModelError(
             f"{type(module).__name__} asks for {', '.join(odd) or 'a mask'}, which the paged attention does not have: "

@@ -16,6 +16,7 @@ import xxhash
 from distkv.engine.attention import ATTENTION_NAME, Batch, register
 from distkv.engine.config import ModelConfig
 from distkv.engine.pool import KVPool
+from distkv.engine.served import check_attention, check_norms
 from distkv.engine.sources import model_folder
 from distkv.engine.tensor_parallel import Sums, check_degree, part_of, reduce_outputs
 from distkv.engine.tiles import Attention
@@ -104,8 +105,11 @@ def load_model(
     dtype = _DTYPES[config.dtype]
     settings = _settings(folder)
     _check_sizes(settings, folder)
+    check_attention(settings, folder)
     check_degree(settings, tp)
     module = _skeleton(settings, dtype, folder)
+    if tp > 1:
+        check_norms(module)
     _fill(module, folder, dtype, rank, tp)
     module.to(device)
     sums = Sums(tp_group, timeout_s) if tp_group is not None and tp > 1 else None

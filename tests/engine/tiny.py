@@ -23,8 +23,11 @@ PAGE = 16
 
 
 def model_folder(folder: Path, kind: str, *, kv_heads: int = 12, layers: int = 2, seed: int = 1) -> Path:
-    """A saved Llama or Qwen3 with 12 heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """A saved model of 12 heads: ``llama``, ``qwen3``, ``gemma``, ``qwen2`` or ``mistral``.
+
+    Gemma's heads together are wider than its rows, and its embeddings are tied; Qwen2 has biases.
+    """
+    import transformers
 
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": layers,
@@ -32,7 +35,17 @@ def model_folder(folder: Path, kind: str, *, kv_heads: int = 12, layers: int = 2
         "initializer_range": 0.15, "eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
+    own: dict[str, Any] = {
+        "gemma": {"head_dim": 16, "tie_word_embeddings": True, "pad_token_id": 0}, "mistral": {"sliding_window": None},
+    }  # fmt: skip
+    name = {"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma", "qwen2": "Qwen2", "mistral": "Mistral"}[kind]
+    settings = getattr(transformers, f"{name}Config")(**shape | own.get(kind, {}))
+    model = getattr(transformers, f"{name}ForCausalLM")(settings)
+    if kind not in ("llama", "qwen3"):
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms and biases that would be ones and zeros
+                if parameter.dim() == 1:
+                    parameter.normal_(parameter.mean().item(), 0.2)
     model.save_pretrained(folder)
     return folder
 

@@ -1,0 +1,47 @@
+"""Which models are served: decoders with full causal attention, and nothing in them that a slice of the heads changes.
+
+Found out when a model is loaded, so that the start fails and not the first request. An attention function that is asked
+for more than it has refuses, too (:mod:`distkv.engine.attention`): configurations need not say all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distkv.errors import ModelError
+
+__all__ = ["check_attention", "check_norms"]
+
+
+def check_attention(settings: Any, folder: Path) -> None:
+    """Raises ``ModelError`` if the ``transformers`` configuration asks for other attention than full causal."""
+    odd = []
+    kinds = getattr(settings, "layer_types", None)
+    window = getattr(settings, "sliding_window", None)
+    others = sorted(set(kinds) - {"full_attention"}) if kinds is not None else []
+    if others:
+        odd.append(f"layer_types {', '.join(others)}")
+    if window is not None and (kinds is None or "sliding_attention" in others):  # else it is there and not used
+        odd.append(f"sliding_window {window}")
+    for name in ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention"):
+        value = getattr(settings, name, None)
+        if value and not (name == "attention_chunk_size" and kinds is not None):
+            odd.append(f"{name} {value}")
+    if odd:
+        raise ModelError(
+            f"{folder / 'config.json'}: a {settings.model_type} model with {'; '.join(odd)} cannot be served: only "
+            "full causal attention is (no sliding window, no chunks, no soft cap, no sinks, one direction)"
+        )
+
+
+def check_norms(module: Any) -> None:
+    """Raises ``ModelError`` if queries or keys are normalised over all heads: a rank has some of them only."""
+    for name, norm in module.named_modules():
+        if name.rpartition(".")[2] in ("q_norm", "k_norm") and getattr(norm, "weight", None) is not None:
+            head_dim = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+            if head_dim is not None and norm.weight.numel() != head_dim:
+                raise ModelError(
+                    f"{type(module).__name__}: {name} covers {norm.weight.numel()} elements, more than a head's "
+                    f"{head_dim}, so it cannot be split; set parallel.tp to 1"
+                )
