@@ -13,8 +13,8 @@ from distkv.cache import PrefixCache
 from distkv.engine.config import ServeConfig
 from distkv.engine.execution import Execution
 from distkv.engine.handoff import Handoff, News
-from distkv.engine.invariant import enable
 from distkv.engine.intake import Intake, new_request
+from distkv.engine.invariant import enable
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
