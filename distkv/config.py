@@ -101,10 +101,10 @@ class PoolConfig(Section):
 class GroupConfig(Section):
     """How the ranks talk to each other."""
 
-    transport: Literal["auto", "gloo", "nccl"] = setting("auto", agreed=True)
-    """What carries the one collective of a step: gloo over the host, NCCL on the GPUs, or auto, which takes the
-    backend of the process group that the engine gives, and for a group of our own NCCL if every rank has a GPU
-    and gloo otherwise."""
+    transport: Literal["auto", "gloo", "mpi", "nccl"] = setting("auto", agreed=True)
+    """What carries the one collective of a step: gloo over the host, NCCL on the GPUs, MPI over the host (for processes
+    that mpirun has started, with mpi4py), or auto, which takes the backend of the process group that the engine gives,
+    and for a group of our own NCCL if every rank has a GPU and gloo otherwise."""
 
     timeout_s: float = setting(30.0, agreed=False, low=0.001, high=86_400)
     """Seconds to wait for the other ranks in a step before GroupTimeout ends the group; and for so long a rank may give

@@ -116,7 +116,7 @@ def test_a_byte_order_mark_and_document_marks_are_accepted(tmp_path: Path) -> No
         ("group: {timeout_s: true}", "group.timeout_s", ["got true"]),
         ("group: {timeout_s: '5'}", "group.timeout_s", ["got the text '5'"]),
         ("group: {transport: gluo}", "group.transport", ["did you mean gloo?"]),
-        ("group: {transport: off}", "group.transport", ["auto, gloo, nccl"]),
+        ("group: {transport: off}", "group.transport", ["auto, gloo, mpi, nccl"]),
         ("cache:", "cache", ["a mapping of fields, got nothing"]),
         ("cache: 128", "cache", ["a mapping of fields, got 128"]),
         ("cache: [1]", "cache", ["a mapping of fields, got a list"]),

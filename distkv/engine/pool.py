@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 
 from distkv.errors import ConfigError
+from distkv.memory import host_memory
 
 __all__ = ["KVPool", "available_memory"]
 
@@ -21,18 +20,9 @@ _GIB = 1 << 30
 def available_memory() -> int | None:
     """Bytes that this process can still get from the host without driving others out; None where it is unknown.
 
-    A limit of the control group counts, too, less what its processes hold.
+    A limit of the control group counts, too; see :func:`distkv.memory.host_memory`.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        room = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        room = min(room, max(0, limit - used))
-    return room
+    return host_memory().room
 
 
 def _too_large(pages: int, page_size: int, size: int, why: str) -> ConfigError:

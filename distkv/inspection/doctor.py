@@ -1,0 +1,167 @@
+"""``distkv doctor [CONFIG]``: what this machine offers, and what of a configuration will not work on it.
+
+Exit code 0: nothing stands in the way. 1: something of the configuration will not work here, each with its remedy. 2:
+the configuration cannot be read. Starts nothing, loads no weights, downloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distkv.config import load
+from distkv.engine.config import ServeConfig
+from distkv.engine.launch import check_devices, counted
+from distkv.engine.sources import cache_folder, config_place
+from distkv.errors import ConfigError, DistKVError
+from distkv.inspection.machine import ENGINE, Machine, as_numbers, findings
+from distkv.inspection.output import columns, gib, size
+from distkv.inspection.plan import make_plan, quiet_transformers
+from distkv.inspection.shape import ModelShape, read_shape
+
+__all__ = ["Problem", "main", "problems"]
+
+logger = logging.getLogger(__name__)
+
+_TRANSFORMERS = (5, 24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What of a configuration will not work on this machine. A ``warning`` will work, and disappoint."""
+
+    field: str
+    problem: str
+    remedy: str
+    warning: bool = False
+
+
+def problems(config: ServeConfig, machine: Machine, *, nodes: int = 1) -> list[Problem]:
+    """Everything of ``config`` that stands in the way of a start here, its ranks spread over ``nodes`` hosts."""
+    found: list[Problem] = []
+    for check in (_devices, _mpi, _model, _cores):
+        try:
+            found.extend(check(config, machine, nodes))
+        except DistKVError as error:
+            field, _, text = str(error).partition(": ") if isinstance(error, ConfigError) else ("model", "", str(error))
+            problem, _, remedy = text.rpartition("; ")
+            found.append(Problem(field=field, problem=problem or text, remedy=remedy if problem else ""))
+        except Exception as error:  # handed to the user: the other checks are worth having
+            logger.debug("%s", check.__name__, exc_info=True)
+            found.append(Problem(field="doctor", problem=f"{type(error).__name__}: {error}", remedy="please report it",
+                                 warning=True))  # fmt: skip
+    return found
+
+
+def _devices(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
+    check_devices(config.model.device, config.group.transport, 0, max(1, config.parallel.tp // nodes))
+    yield from ()
+
+
+def _mpi(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
+    if config.group.transport != "mpi":
+        return
+    if machine.version("mpi4py") is None:
+        yield Problem(field="group.transport", problem="is mpi, and mpi4py is not installed",
+                      remedy="pip install 'distkv-cache[mpi]' and an MPI library (pip install mpich), or set gloo")
+    if machine.mpirun() is None:
+        yield Problem(field="group.transport", problem="is mpi, and there is no mpirun",
+                      remedy="pip install mpich, or put the system's mpirun into PATH")
+
+
+def _model(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
+    transformers = machine.version("transformers")
+    if transformers is None or as_numbers(transformers) < _TRANSFORMERS:
+        has = f"transformers {transformers}" if transformers else "no transformers"
+        yield Problem(field="model", problem=f"needs transformers {'.'.join(map(str, _TRANSFORMERS))}; there is {has}",
+                      remedy="pip install 'distkv-cache[engine]'")
+        return
+    yield from _source(config, machine)
+    shape = read_shape(config.model.source, config.model.cache_dir)
+    yield from _fits(config, shape, nodes)
+
+
+def _source(config: ServeConfig, machine: Machine) -> Iterator[Problem]:
+    folder, gguf = config_place(config.model.source, config.model.cache_dir)  # raises what is missing
+    if gguf is None:
+        if not any(folder.glob("*.safetensors")):
+            yield Problem(field="model.source", problem=f"{folder} has no .safetensors file",
+                          remedy="other weight formats are not read: save the model with save_pretrained")
+        return
+    missing = [name for name in ENGINE if machine.version(name) is None]
+    if missing:
+        lacks = f"{gguf.name} has to be converted, for which {', '.join(missing)} is missing"
+        yield Problem(field="model.source", problem=lacks, remedy="pip install 'distkv-cache[engine]'")
+    place = _existing(cache_folder(config.model.cache_dir))
+    if not os.access(place, os.W_OK):
+        yield Problem(field="model.cache_dir", problem=f"{gguf.name} is converted into {place}, which is not writable",
+                      remedy="set model.cache_dir to a folder that can")
+
+
+def _existing(folder: Path) -> Path:
+    return next((place for place in (folder, *folder.parents) if place.exists()), folder)
+
+
+def _fits(config: ServeConfig, shape: ModelShape, nodes: int) -> Iterator[Problem]:
+    plan = make_plan(config, shape, nodes=nodes)
+    if plan.memory is not None and not plan.fits:
+        yield Problem(
+            field="pool.pages",
+            problem=f"{plan.pages:,} pages take {size(plan.pool_per_rank)} beside {size(plan.weights_per_rank)} of "
+                    f"weights on each of {counted(plan.ranks_per_node, 'rank')}, and {gib(plan.memory)} of "
+                    f"{plan.memory_of}",
+            remedy=f"at most {plan.most_pages:,} pages fit" if plan.most_pages else "a smaller model, or more memory",
+        )  # fmt: skip
+    if config.engine.output_limit >= plan.longest_request:
+        yield Problem(
+            field="engine.output_limit",
+            problem=f"is {config.engine.output_limit}, and a request has room for {plan.longest_request:,} tokens of "
+                    "prompt and answer: every request that does not say less is refused",
+            remedy="lower it, or raise pool.pages",
+        )  # fmt: skip
+
+
+def _cores(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
+    ranks, cores = max(1, config.parallel.tp // nodes), machine.cores()
+    if ranks > cores:
+        yield Problem(field="parallel.tp", problem=f"{counted(ranks, 'rank')} share {counted(cores, 'core')}, slowly",
+                      remedy="lower it, or give this process more cores", warning=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="distkv doctor", description=__doc__.split("\n")[0])
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="configuration file (YAML)")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts that the ranks are spread over (default 1)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    given = parser.parse_args(arguments)
+    config = load(given.config, ServeConfig) if given.config is not None else None
+    machine = Machine()
+    if config is not None and machine.version("transformers"):
+        quiet_transformers()
+    found = findings(machine)
+    wrong = problems(config, machine, nodes=max(1, given.nodes)) if config is not None else []
+    failed = any(not problem.warning for problem in wrong)
+    if given.json:
+        print(json.dumps({"machine": [dataclasses.asdict(finding) for finding in found], "config": given.config,
+                          "works": not failed, "problems": [dataclasses.asdict(p) for p in wrong]}, indent=1))
+        return int(failed)
+    rows = []
+    for finding in found:
+        rows.append((finding.name, finding.value))
+        if finding.warning:
+            rows.append(("", f"! {finding.warning}"))
+    print(columns(rows))
+    if config is not None:
+        print(f"\n{given.config}: " + ("nothing stands in the way here" if not failed else "this will not work here"))
+        for problem in wrong:
+            print(f"{'note ' if problem.warning else 'WRONG'}  {problem.field}: {problem.problem}")
+            if problem.remedy:
+                print(f"       -> {problem.remedy}")
+    return int(failed)

@@ -1,0 +1,32 @@
+"""Aligned columns and numbers for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["columns", "gib", "size"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def columns(rows: Iterable[Sequence[str]]) -> str:
+    """The rows as lines, each column as wide as its widest cell; the last is as long as it is."""
+    table = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*[row[:-1] for row in table], strict=True)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in table
+    )
+
+
+def size(n: int) -> str:
+    """Bytes in the unit that fits: ``1,536 B``, ``1.50 MiB``."""
+    value, unit = float(n), 0
+    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{n:,} B" if unit == 0 else f"{value:,.2f} {_UNITS[unit]}"
+
+
+def gib(n: int) -> str:
+    """Bytes in GiB, two digits."""
+    return f"{n / (1 << 30):,.2f} GiB"
