@@ -81,18 +81,16 @@ def differing_pages(
                                  int(part[:, layer, plane].sum()))  # fmt: skip
 
 
-def compare(
-    recording: Recording, expected: Mapping[str, Recorded], *, rank: int = 0, titles: Mapping[str, str] | None = None
-) -> GateReport:
+def compare(recording: Recording, expected: Mapping[str, Recorded], *, rank: int = 0) -> GateReport:
     """Compares the requests of a recording that are in ``expected`` (by their name in the recording) with it.
 
-    ``rank`` and ``titles`` (what a request is called, if not by its name) are for the texts.
+    ``rank`` is for the texts.
     """
     differences: list[str] = []
     differing, rows, pages, cached = set(), 0, 0, 0
     for name, wanted in expected.items():
         request = recording.requests[name]
-        where = f"request {(titles or {}).get(name, name)!r}, rank {rank}"
+        where = f"request {name!r}, rank {rank}"
         found = [f"{where}: {text}" for text in _differences(request, wanted, recording.pool.page_size)]
         if found:
             differing.add(name)

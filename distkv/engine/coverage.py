@@ -77,13 +77,22 @@ def _check_covered(request: RecordedRequest, recording: Recording, rank: int) ->
 
 
 def _check_origins(request: RecordedRequest, recording: Recording, rank: int) -> None:
-    """The chunks that filled a cached page must have had this request's tokens there, all of them and no others."""
+    """The chunks that filled a cached page must have had this request's tokens there, all of them and no others.
+
+    A chunk that goes on in the next page would have to be computed with tokens that are not the request's.
+    """
     size = recording.pool.page_size
     for page, origin in enumerate(request.origin):
         at, end = page * size, (page + 1) * size
         for place in origin:
             chunk = recording.batches[place[0]].chunks[place[1]]
             low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, end)
+            if (chunk.start, chunk.start + chunk.n) != (low, high):
+                raise GateFailed(
+                    f"request {request.id!r}, rank {rank}: page {page} came from the cache and was filled by tokens "
+                    f"{chunk.start} to {chunk.start + chunk.n - 1} of {chunk.request_id!r}: under the same schedule "
+                    "only pieces within one page can be computed again"
+                )
             writer = recording.requests[chunk.request_id]
             if low != at or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
                 break

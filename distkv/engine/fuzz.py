@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -19,12 +20,16 @@ __all__ = ["Arrival", "Fuzzed", "Trial", "in_order", "random_trial"]
 
 
 class Fuzzed:
-    """A scheduler that packs random pieces of random requests into batches of at most ``batch_tokens``."""
+    """A scheduler that packs random pieces of random requests into batches of at most ``batch_tokens``.
 
-    def __init__(self, random: np.random.Generator, batch_tokens: int, longest_chunk: int) -> None:
+    ``longest``: tokens of a piece at most. ``grid``: pieces do not go across its multiples, None: anywhere.
+    """
+
+    def __init__(self, random: np.random.Generator, batch_tokens: int, longest: int, grid: int | None = None) -> None:
         self._random = random
         self._batch_tokens = batch_tokens
-        self._longest = longest_chunk
+        self._grid = grid
+        self.longest = longest
 
     def plan(self, running: Sequence[Runnable]) -> list[Chunk]:
         if not running:
@@ -33,7 +38,9 @@ class Fuzzed:
         room = self._batch_tokens
         for i in self._random.permutation(len(running))[: self._random.integers(1, len(running) + 1)].tolist():
             request = running[i]
-            n = min(request.known - request.committed, int(self._random.integers(1, self._longest + 1)), room)
+            n = min(request.known - request.committed, int(self._random.integers(1, self.longest + 1)), room)
+            if self._grid is not None:
+                n = min(n, self._grid - request.committed % self._grid)
             if n:
                 chunks.append(Chunk(request.request_id, request.committed, n))
                 room -= n
@@ -62,7 +69,7 @@ class Trial:
     @property
     def text(self) -> str:
         """What is special about it."""
-        chunk = f"pieces of at most {self.scheduler._longest}" if self.scheduler is not None else "the engine's schedule"
+        chunk = "the engine's schedule" if self.scheduler is None else f"pieces of at most {self.scheduler.longest}"
         strangers = len(self.arrivals) - len(self.known)
         return f"{chunk}, {self.config.pool.pages} pages, {len(self.known)} requests and {strangers} strangers"
 
@@ -74,11 +81,17 @@ def in_order(config: ServeConfig, references: Sequence[RecordedRequest]) -> Tria
 
 
 def random_trial(
-    config: ServeConfig, references: Sequence[RecordedRequest], random: np.random.Generator, vocab: int
+    config: ServeConfig,
+    references: Sequence[RecordedRequest],
+    random: np.random.Generator,
+    vocab: int,
+    *,
+    within_pages: bool,
 ) -> Trial:
     """All ``references`` in random order, some twice, among strangers, of which some begin like one of them.
 
-    ``random`` goes on in the trial's scheduler: every rank needs one of its own, in the same state.
+    ``random`` goes on in the trial's scheduler: every rank needs one of its own, in the same state. ``within_pages``:
+    no piece goes across the end of a page, as the gate wants it.
     """
     size = config.cache.page_size
     longest = max(len(r.tokens) for r in references)
@@ -86,24 +99,26 @@ def random_trial(
     known: dict[str, str] = {}
     for reference in references:
         for copy in range(1 + int(random.random() < 0.25)):
-            name = reference.id + "'" * copy
+            name = reference.id + " (again)" * copy
             known[name] = reference.id
             prompts.append((_again(reference, name, write=random.random() < 0.9), 0))
     for number in range(int(random.integers(1, 2 + len(references) // 2))):
         like = references[int(random.integers(len(references)))].tokens
         begin = like[: int(random.integers(0, len(like)))] if random.random() < 0.6 else like[:0]
-        own = random.integers(0, vocab, int(random.integers(1, max(2, min(2 * size, longest - len(begin))))))
-        stranger = Prompt(tokens=np.concatenate([begin, own]).astype(np.int32)[: longest - 1], id=f"stranger {number}",
-                          output_limit=1 + int(random.integers(min(4, longest))))  # fmt: skip
+        own = random.integers(0, vocab, int(random.integers(1, 2 * size + 1)))
+        limit = int(random.integers(1, min(4, longest - 1) + 1))
+        tokens = np.concatenate([begin, own]).astype(np.int32)[: longest - limit]
+        stranger = Prompt(tokens=tokens, id=f"stranger {number}", output_limit=limit)
         prompts.append((stranger, int(random.integers(1, 12)) if random.random() < 0.2 else 0))
     arrivals, step = [], 0
     for i in random.permutation(len(prompts)).tolist():
         step += int(random.geometric(0.3)) if random.random() < 0.6 else 0
         prompt, abort = prompts[i]
         arrivals.append(Arrival(step, prompt, step + abort if abort else None))
-    chunk = int(np.exp(random.uniform(np.log(max(1, longest // 24)), np.log(config.engine.batch_tokens + 1))))
-    return Trial(_varied(config, longest + 4, random), tuple(arrivals), known,
-                 Fuzzed(random, config.engine.batch_tokens, max(1, chunk)))  # fmt: skip
+    most = config.engine.batch_tokens
+    chunk = max(1, int(np.exp(random.uniform(np.log(max(1, longest // 24)), np.log(most + 1)))))
+    scheduler = Fuzzed(random, most, min(chunk, size) if within_pages else chunk, size if within_pages else None)
+    return Trial(_varied(config, longest, random), tuple(arrivals), known, scheduler)
 
 
 def _again(reference: RecordedRequest, name: str, *, write: bool = True) -> Prompt:
@@ -117,5 +132,5 @@ def _varied(config: ServeConfig, longest: int, random: np.random.Generator) -> S
     pages = config.pool.pages
     if random.random() < 0.5:
         pages = min(pages, least + int(random.integers(0, least)))
-    index_on = "fill" if random.random() < 0.5 else "finish"
+    index_on: Literal["fill", "finish"] = "fill" if random.random() < 0.5 else "finish"
     return replace(config, pool=replace(config.pool, pages=pages), cache=replace(config.cache, index_on=index_on))

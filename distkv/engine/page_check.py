@@ -71,9 +71,7 @@ def check_pages(
     return _compared(pool, again.pool, ids, np.arange(first, len(ids)))
 
 
-def check_cache(
-    model: Model, cache: PrefixCache, pool: KVPool, *, recording: Recording | None = None
-) -> CacheCheck:
+def check_cache(model: Model, cache: PrefixCache, pool: KVPool, *, recording: Recording | None = None) -> CacheCheck:
     """Every page that ``cache`` has in ``pool``, computed again and compared, see :func:`check_pages`.
 
     Every rank of the model's group calls it, between two steps. The ranks may have cached different prefixes if the
@@ -170,9 +168,7 @@ class _Alone:
 class _AsRecorded:
     """In the batches in which the pages were filled."""
 
-    def __init__(
-        self, model: Model, recording: Recording, prefixes: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> None:
+    def __init__(self, model: Model, recording: Recording, prefixes: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         self._requests: dict[bytes, RecordedRequest] = {}
         for tokens, ids in prefixes:
             origin = tuple(recording.origin_of(page) for page in ids.tolist())

@@ -1,0 +1,240 @@
+"""A model on its requests: without the cache, with it in order and under random schedules; and what differs."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from distkv.engine import gate
+from distkv.engine.compare import GateReport, compare
+from distkv.engine.config import ServeConfig
+from distkv.engine.engine import Engine
+from distkv.engine.fuzz import Trial, in_order, random_trial
+from distkv.engine.launch import Ranks, counted
+from distkv.engine.model import Model
+from distkv.engine.page_check import CacheCheck, check_cache
+from distkv.engine.record import Recorded, RecordedRequest, Recording
+from distkv.engine.report import Output
+from distkv.engine.requests import Prompt
+from distkv.engine.turns import Talk
+from distkv.errors import DistKVError, GroupError, PromptError
+from distkv.torch_group import TorchGroup
+
+__all__ = ["Failed", "Verification"]
+
+_SAME_SCHEDULE = (
+    "         engine.batch_invariant is off, so bits depend on the schedule: each run is compared with itself, "
+    "computed again without the cache in the same batches. With it on, any two schedules are compared."
+)
+_SHOWN = 5  # differences of each rank
+
+
+class Failed(DistKVError):
+    """The bits differ, or there was nothing to compare. Raised on all ranks alike; ``code`` is the exit code."""
+
+    def __init__(self, lines: Iterable[str], code: int = 1) -> None:
+        self.lines = tuple(lines)
+        self.code = code
+        super().__init__("; ".join(self.lines))
+
+
+@dataclass(slots=True)
+class _Counts:
+    runs: int = 0
+    requests: int = 0
+    rows: int = 0
+    pages: int = 0
+    cached_tokens: int = 0
+    checked_pages: int = 0
+
+
+class Verification:
+    """One rank's part. All ranks call ``prepare``, ``cold``, ``warm`` with 0, 1, 2 ... and ``conclude``."""
+
+    def __init__(self, config: ServeConfig, model: Model, tokenizer: Any, ranks: Ranks, out: Output) -> None:
+        self._config = replace(config, engine=replace(config.engine, cache="on"))
+        self._model, self._tokenizer, self._ranks, self._out = model, tokenizer, ranks, out
+        self._references: dict[str, RecordedRequest] = {}
+        self._counts = _Counts()
+        self._first: Engine | None = None
+
+    def prepare(self) -> None:
+        """Makes the first engine: what cannot be served shows here."""
+        self._first = self._engine(self._config, None)
+
+    @property
+    def _invariant(self) -> bool:
+        """Whether any two schedules give the same bits."""
+        return self._model.query_tiles is not None
+
+    def _engine(self, config: ServeConfig, trial: Trial | None) -> Engine:
+        engine = Engine(config, self._model, self._tokenizer, cache_group=self._ranks.cache_group,
+                        handoff_group=self._ranks.handoff_group,
+                        scheduler=trial.scheduler if trial is not None else None)  # fmt: skip
+        engine.recording = Recording(engine.pool)
+        return engine
+
+    # ---- the runs
+
+    def cold(self, talks: Callable[[], list[Talk]]) -> None:
+        """Answers every turn without the cache; ``talks`` is called on rank 0. Raises ``PromptError`` for one that the
+        model or the pool cannot take."""
+        engine = self._first
+        assert engine is not None
+        self._first = None
+        if not self._invariant:
+            self._out.line(_SAME_SCHEDULE)
+        self._drive(engine, lambda: self._answer(engine, talks()))
+        assert engine.recording is not None
+        self._references = engine.recording.requests
+        engine.close()
+
+    def _answer(self, engine: Engine, talks: list[Talk]) -> None:
+        for talk in talks:
+            number, prompt = 1, next(talk.turns, None)
+            while prompt is not None:
+                name = f"{talk.name}, turn {number}"
+                done = engine.generate([Prompt(tokens=prompt, id=name, read=False, write=False)])[0]
+                if done.error is not None:
+                    raise PromptError(name, f"cannot run: {done.error}")
+                self._out.phase(f"without the cache: {name}, {counted(done.prompt_tokens, 'token')} and "
+                                f"{len(done.token_ids)} of the answer")  # fmt: skip
+                number += 1
+                try:
+                    prompt = talk.turns.send(done)
+                except StopIteration:
+                    prompt = None
+
+    def warm(self, number: int, seed: int, *, last: bool) -> None:
+        """Run 0 is in order, every other one random; compares it. After the ``last`` all cached pages are checked.
+
+        Raises ``Failed`` on all ranks when one finds a difference.
+        """
+        trial = self._trial(number, seed)
+        engine = self._engine(trial.config, trial)
+        try:
+            self._drive(engine, lambda: _run(engine, trial))
+            report = self._compared(engine, trial)
+            pages = check_cache(self._model, engine.cache, engine.pool, recording=engine.recording) if last else None
+        finally:
+            engine.close()
+        what = f"run {number}, seed {seed} ({trial.text})"
+        self._take(what, report, pages)
+
+    def _trial(self, number: int, seed: int) -> Trial:
+        references = list(self._references.values())
+        if number == 0:
+            return in_order(self._config, references)
+        random = np.random.default_rng([seed, number])
+        return random_trial(self._config, references, random, self._model.vocab_size, within_pages=not self._invariant)
+
+    def _compared(self, engine: Engine, trial: Trial) -> GateReport:
+        recording = engine.recording
+        assert recording is not None
+        expected: Mapping[str, Recorded]
+        if self._invariant:
+            expected = {name: self._references[original] for name, original in trial.known.items()}
+        else:
+            expected = gate.recompute(self._model, recording, list(trial.known), continued=True)
+        return compare(recording, expected, rank=self._ranks.rank)
+
+    def _drive(self, engine: Engine, work: Callable[[], None]) -> None:
+        """Rank 0 does ``work`` with the engine, the others follow. An error of rank 0 ends all, with one exit code."""
+        if self._ranks.rank:
+            engine.follow()
+            code = self._everyone(0, "the end of a run")[0]
+            if code:
+                raise Failed((), code)
+            return
+        try:
+            work()
+        except GroupError:
+            raise
+        except Exception as error:  # told to the other ranks, and handed on
+            engine.shutdown(failed=True)
+            self._everyone(2 if isinstance(error, PromptError) else 1, "the end of a run")
+            raise
+        engine.shutdown()
+        self._everyone(0, "the end of a run")
+
+    # ---- what came of it
+
+    def _take(self, what: str, report: GateReport, pages: CacheCheck | None) -> None:
+        found = [*report.differences, *(self._page_texts(pages) if pages is not None else ())]
+        checked = pages.pages if pages is not None else 0
+        told = self._everyone([found[:_SHOWN], len(found), report.cached_tokens, checked], "the outcome of a run")
+        counts = self._counts
+        counts.runs += 1
+        counts.requests += report.requests
+        counts.rows += report.rows
+        counts.pages += report.pages
+        counts.cached_tokens += min(cached for _, _, cached, _ in told)
+        counts.checked_pages += min(pages for *_, pages in told)
+        total = sum(n for _, n, *_ in told)
+        if not total:
+            self._out.phase(f"{what}: same bits, {counted(report.cached_tokens, 'token')} from the cache")
+            return
+        raise Failed([f"{counted(total, 'DIFFERENCE')} in {what}:",
+                      *(f"  {line}" for lines, *_ in told for line in lines)])  # fmt: skip
+
+    def _page_texts(self, check: CacheCheck) -> Iterable[str]:
+        for difference, tokens in check.differences:
+            name = next((repr(r.id) for r in self._references.values()
+                         if np.array_equal(r.tokens[: len(tokens)], tokens)), "a stranger")  # fmt: skip
+            yield f"cached pages of {name}, rank {self._ranks.rank}: {difference.text()}"
+
+    def conclude(self) -> None:
+        """Prints what was compared. Raises ``Failed`` if there was nothing."""
+        counts = self._counts
+        if not counts.cached_tokens:
+            page = counted(self._config.cache.page_size, "token")
+            raise Failed(
+                [f"nothing came from the cache, so nothing was verified: no prompts share a full page of {page}"]
+            )
+        if not (counts.rows and counts.pages and counts.checked_pages):
+            compared = f"{counts.rows} rows of logits, {counts.pages} pages and {counts.checked_pages} cached pages"
+            raise Failed([f"nothing was verified: {compared} were compared"])
+        runs = f"{counted(counts.runs, 'run')} (1 in order, {counts.runs - 1} under random schedules)"
+        self._out.line(
+            f"same bits: {runs}, {counted(counts.requests, 'request')}, {counts.cached_tokens} tokens from the cache; "
+            f"{counted(counts.rows, 'row')} of logits and {counted(counts.pages, 'page')} compared and "
+            f"{counted(counts.checked_pages, 'cached page')} computed again on {_each(self._ranks.size)}"
+        )
+
+    def _everyone(self, mine: Any, purpose: str) -> list[Any]:
+        """What every rank says, by rank."""
+        if self._ranks.handoff_group is None:
+            return [mine]
+        group = TorchGroup(self._ranks.handoff_group, timeout_s=self._config.engine.idle_timeout_s)
+        return [json.loads(data) for data in group.exchange(json.dumps(mine).encode(), purpose=purpose)]
+
+
+def _each(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"each of {ranks} ranks"
+
+
+def _run(engine: Engine, trial: Trial) -> None:
+    """Rank 0: lets the prompts come at their steps."""
+    todo = deque(trial.arrivals)
+    aborts: dict[str, int] = {}
+    step = 0
+    while todo or engine.busy:
+        if not engine.busy:
+            step = max(step, todo[0].step)
+        while todo and todo[0].step <= step:
+            arrival = todo.popleft()
+            name = engine.submit(arrival.prompt)
+            if arrival.aborted_at is not None:
+                aborts[name] = arrival.aborted_at
+        for name in [name for name, at in aborts.items() if at <= step]:
+            del aborts[name]
+            engine.abort(name)
+        for done in engine.step():
+            if done.error is not None:
+                raise done.error
+        step += 1

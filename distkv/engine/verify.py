@@ -1,0 +1,188 @@
+"""Runs your model on your conversations cold and warm, under random schedules, and says whether all bits are the same.
+
+``distkv verify CONFIG [--messages FILE | --random] [--schedules N] [--seed S]``. With parallel.tp above 1 it starts its
+own ranks on this host; under torchrun it is one of them. First every turn is answered without the cache. Then all of
+them run with it: once in order, and under N random schedules (pieces, batches, strangers, order, pool size). The
+logits of every token and the KV memory of every request must have the same bits, and at the end every cached page is
+computed again and compared.
+
+Exit code 0: the same bits. 1: a difference, or nothing came from the cache, or it failed. 2: the configuration, the
+file or the model cannot be used. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from distkv import launching
+from distkv.config import load
+from distkv.engine.config import ServeConfig
+from distkv.engine.conversation import Conversation, built_in, read_conversations
+from distkv.engine.launch import Ranks, StartFailed, counted, launched, on_all_ranks
+from distkv.engine.model import Model, load_model, load_tokenizer
+from distkv.engine.report import Output, errors_by_rank
+from distkv.engine.turns import Talk, chats, random_talks
+from distkv.engine.verification import Failed, Verification
+from distkv.errors import ConfigError, DistKVError, InputFileError, ModelError, PromptError
+from distkv.layout import Layout
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    given = _parser().parse_args(arguments)
+    layout = Layout()
+    try:
+        layout = Layout.from_environment()
+        # every rank reads both before any of them starts anything
+        config = load(given.config, ServeConfig)
+        conversations = None if given.random else read_conversations(given.messages) if given.messages else built_in()
+        if layout.source == "alone" and config.parallel.tp > 1:
+            return _start(config, sys.argv[2:] if arguments is None else arguments)
+        if layout.source == "torchrun":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
+        _quiet(layout.rank)
+        with launched(
+            layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
+            transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
+        ) as ranks:  # fmt: skip
+            return _run(config, conversations, ranks, schedules=given.schedules, seed=given.seed)
+    except (ConfigError, InputFileError) as error:
+        if layout.local_rank == 0:
+            _say(f"distkv: {error}")
+        return 2
+    except DistKVError as error:
+        _say(f"distkv, rank {layout.rank}: {type(error).__name__}: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _say("distkv: interrupted")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    first, *rest = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(prog="distkv verify", description=first, epilog="\n\n".join(rest),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("config", help="configuration file (YAML)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--messages", metavar="FILE", help='JSON Lines, {"messages": [...]} on each line; default: the '
+                      "built-in conversation")  # fmt: skip
+    what.add_argument("--random", action="store_true", help="prompts of random token ids; needs no tokenizer")
+    parser.add_argument("--schedules", metavar="N", type=_count, default=8, help="random schedules (8)")
+    parser.add_argument("--seed", metavar="S", type=_count, default=0, help="of the random schedules and prompts (0)")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on, got {text!r}")
+    return int(text)
+
+
+def _start(config: ServeConfig, arguments: Sequence[str]) -> int:
+    """The ranks, on this host: they run this module with the same arguments."""
+    launching.take_interrupts("distkv")
+    hosts = launching.Hosts.from_environment(config.parallel.tp)
+    hosts.check_number(config.parallel.tp)
+    return launching.start(__name__ if __name__ != "__main__" else "distkv.engine.verify", arguments, hosts,
+                           name="distkv", explained=(1, 2))  # fmt: skip
+
+
+def _quiet(rank: int) -> None:
+    """Plain log lines of our own, only from rank 0."""
+    logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
+    logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    import transformers
+
+    theirs: Any = transformers.utils.logging  # has no types
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+
+
+def _run(
+    config: ServeConfig, conversations: list[Conversation] | None, ranks: Ranks, *, schedules: int, seed: int
+) -> int:
+    out = Output(ranks.rank)
+    out.phase(f"loading {config.model.source} ({config.model.dtype}) on {counted(ranks.size, 'rank')}, "
+              f"{ranks.device.type}")  # fmt: skip
+    try:
+        model, tokenizer = on_all_ranks(
+            ranks, config.engine.idle_timeout_s, lambda: _load(config, ranks, with_tokenizer=conversations is not None)
+        )
+        verification = Verification(config, model, tokenizer, ranks, out)
+        on_all_ranks(ranks, config.engine.idle_timeout_s, verification.prepare)
+    except StartFailed as failed:
+        for line in errors_by_rank(failed.errors):
+            out.error(line)
+        return 2
+    try:
+        verification.cold(lambda: _talks(config, conversations, model, tokenizer, seed))
+        for number in range(schedules + 1):
+            verification.warm(number, seed, last=number == schedules)
+        verification.conclude()
+    except PromptError as error:
+        out.error(f"distkv: {error}")
+        return 2
+    except Failed as failed:
+        for line in failed.lines:
+            out.error(line)
+        return failed.code
+    return 0
+
+
+def _load(config: ServeConfig, ranks: Ranks, *, with_tokenizer: bool) -> tuple[Model, Any]:
+    model = load_model(config.model, ranks.tp_group, device=ranks.device, timeout_s=config.group.timeout_s)
+    if ranks.rank or not with_tokenizer:
+        return model, None
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except ModelError as error:
+        raise ModelError(f"{error}; --random needs none") from error
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(f"the tokenizer of {config.model.source} has no chat template, so it cannot take part in a "
+                         "conversation; use --random")  # fmt: skip
+    return model, tokenizer
+
+
+def _talks(
+    config: ServeConfig, conversations: list[Conversation] | None, model: Model, tokenizer: Any, seed: int
+) -> list[Talk]:
+    if conversations is not None:
+        return list(chats(tokenizer, conversations))
+    room = (config.pool.pages - config.pool.scratch_pages) * config.cache.page_size
+    longest = min(model.context, room)
+    return list(random_talks(seed, vocab=model.vocab_size, page_size=config.cache.page_size, longest=longest,
+                             answer=config.engine.output_limit))  # fmt: skip
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _command() -> NoReturn:
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+    except Exception:
+        logger.exception("this rank failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _command()
