@@ -64,6 +64,8 @@ class Rows:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
         n = len(flat)
+        if not n:  # the output layer in a batch that samples nothing
+            return self.function(x)
         rows = padded_rows(n)
         if rows > n:
             flat = pad(flat, (0, 0, 0, rows - n))
