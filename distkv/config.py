@@ -112,8 +112,9 @@ class GroupConfig(Section):
     silence; only code that holds Python's lock (the GIL) for longer than this looks like a stopped process."""
 
     heartbeat_s: float | None = setting(None, agreed=True, low=0, high=3600)
-    """Seconds between two signs of life of a rank, through the store of the process group. null: an eighth of timeout_s,
-    0.5 at most. 0: no watchdog; a rank that is lost or fails outside the ballot is then noticed by deadlines alone."""
+    """Seconds between two signs of life of a rank, through the store of the process group. null: an eighth of
+    timeout_s, 0.5 at most. 0: no watchdog; a rank that is lost or fails outside the ballot is then noticed by deadlines
+    alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ from distkv.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+_TIMED_OUT = "Operation timed out!"  # gloo's whole message when a wait passed its deadline and nothing broke
+_TRANSPORT_MARKS = ("gloo/", "NCCL", _TIMED_OUT, "Application timeout caused pair closure")
 _SLICE_S = 0.05  # between two looks at the fault while a collective is waited for
 _NAME_BYTES = 8
 _ABORT_TAG = 0x6B76  # of a message that nobody sends
@@ -38,9 +40,8 @@ def transport_failed(error: BaseException) -> bool:
     """Whether an exception says that communication with another rank failed, and not that this rank did."""
     if isinstance(error, GroupTimeout | PeerLost | dist.DistError):
         return True
-    text = str(error)
-    # gloo raises plain RuntimeErrors, with the place in its source
-    return isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text or text == "Operation timed out!")
+    # gloo raises plain RuntimeErrors
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _TRANSPORT_MARKS)
 
 
 def abort(process_group: dist.ProcessGroup) -> None:
@@ -76,8 +77,11 @@ def named_failures(what: str, seconds: float, *, rank: int, step: int = -1) -> I
         text = str(error)
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise GroupTimeout(what, seconds, rank=rank, step=step) from error
-        detail = text.splitlines()[0].split(". This is typically")[0]
-        raise PeerLost(what, detail, rank=rank, step=step) from error
+        raise PeerLost(what, _first_line(error), rank=rank, step=step) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0].split(". This is typically")[0]
 
 
 class TorchGroup(Group):
@@ -165,8 +169,7 @@ class TorchGroup(Group):
         return rows
 
     def start(self, vector: Vector, step: int) -> Ticket:
-        if self._watchdog is not None:
-            self._watchdog.step = step
+        self.board.step = step
         tensor = torch.from_numpy(vector).to(self.device)
         with named_failures("the ballot", self.timeout_s, rank=self.rank, step=step):
             work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -192,7 +195,7 @@ class TorchGroup(Group):
                 work.wait(deadline(min(left, _SLICE_S)))
                 return
             except RuntimeError as error:
-                if str(error) != "Operation timed out!" or left <= _SLICE_S:
+                if str(error) != _TIMED_OUT or left <= _SLICE_S:
                     self._raise_fault()
                     raise
             self._raise_fault()
@@ -209,7 +212,9 @@ class TorchGroup(Group):
         return self._watchdog.report(fault)
 
     def explain(self, error: BaseException) -> GroupError | None:
-        if not transport_failed(error):
+        # what the callbacks aborted is not always to be told by its text
+        aborted = self.board.fault is not None and isinstance(error, RuntimeError)
+        if not aborted and not transport_failed(error):
             return error if isinstance(error, GroupError) else None
         fault = self.board.fault
         if fault is None and self._watchdog is not None:
@@ -219,7 +224,7 @@ class TorchGroup(Group):
             return fault.error(rank=self.rank)
         if isinstance(error, GroupError):
             return error
-        return PeerLost("communication", str(error).splitlines()[0], rank=self.rank, step=-1)
+        return PeerLost("communication", _first_line(error), rank=self.rank, step=self.board.step)
 
     def close(self) -> None:
         if self._close is not None:

@@ -51,8 +51,6 @@ class Watchdog:
 
     def __init__(self, store: BeatStore, board: FaultBoard, rank: int, size: int, *, limit_s: float,
                  beat_s: float) -> None:
-        self.step = -1
-        """The cache's step on this rank: goes out with the next beat."""
         self.limit_s, self.beat_s = limit_s, beat_s
         self._store, self._board, self._rank = store, board, rank
         self._keys = [f"beat/{r}" for r in range(size)] + ["fault"]
@@ -101,6 +99,14 @@ class Watchdog:
 
         ``broken``: a connection broke; else a deadline passed. None if nothing is known after some beats.
         """
+        # Read twice at once: a rank that failed has said so before its connections broke, and the last beat of one that
+        # was killed may not be read yet.
+        for _ in range(2):
+            answers = self._answers
+            self._wake.set()
+            end = time.monotonic() + self.beat_s
+            while answers == self._answers and time.monotonic() < end and not self._board.known.wait(0.005):
+                pass
         before = dict(self._beats)
         self._board.known.wait(max(0.3, 3.5 * self.beat_s))
         if self._board.fault is not None or self._closing.is_set():
@@ -109,13 +115,13 @@ class Watchdog:
         if not silent:
             return None
         lost = silent[0]
-        step, left = _step_of(before[lost]), before[lost] == _LEFT.encode()
+        step, left = self._last_step(lost), before[lost] == _LEFT.encode()
         if left:
-            text = f"rank {lost} has left the group: it closed it, or its process ended"
+            text = f"rank {lost} has left the group{_by(step)}: it closed it, or its process ended"
         elif broken:
-            text = f"rank {lost} is gone: connections broke, and it gives no sign of life. Its last was{_in(step)}"
+            text = f"rank {lost} is gone{_by(step)}: connections broke, and it gives no sign of life"
         else:
-            text = f"rank {lost} is stopped or gone: it gives no sign of life. Its last was{_in(step)}"
+            text = f"rank {lost} is stopped or gone{_by(step)}: it gives no sign of life"
         kind = LOST if broken or left else SILENT
         return self.report(Fault(rank=lost, step=step, kind=kind, text=text, seen_by=self._rank, seconds=self.limit_s))
 
@@ -140,7 +146,7 @@ class Watchdog:
             if not self._closing.is_set():
                 logger.debug("the group's store broke", exc_info=True)
                 text = f"{_KEEPER} is gone: {str(error).splitlines()[0][:200]}"
-                self._board.post(Fault(rank=None, step=self.step, kind=LOST, text=text, seen_by=self._rank))
+                self._board.post(Fault(rank=None, step=self._board.step, kind=LOST, text=text, seen_by=self._rank))
         finally:
             self._reported.set()
             del self._store  # closes its connection
@@ -151,7 +157,7 @@ class Watchdog:
             first = self._store.compare_set("fault", _NO_FAULT, fault.encode())
             self._hear(first)
             self._reported.set()
-        self._store.set(self._keys[self._rank], f"{self._answers} {self.step} {self.beat_s}")
+        self._store.set(self._keys[self._rank], f"{self._answers} {self._board.step} {self.beat_s}")
         if self._missing:  # a value that is not there would be waited for
             self._missing = {r for r in self._missing if not self._store.check([self._keys[r]])}
         there = [r for r in self._peers if r not in self._missing]
@@ -173,11 +179,15 @@ class Watchdog:
             limit = max(self.limit_s, 4 * _interval_of(beat))
             if self._quiet[peer] <= limit or self._board.fault is not None:
                 continue
-            step = _step_of(beat)
-            text = (f"rank {peer} is stopped, stuck or gone: no sign of life for {limit:g} s. Its last was{_in(step)}; "
-                    "group.timeout_s sets the deadline")
+            step = self._last_step(peer)
+            text = (f"rank {peer} is stopped, stuck or gone{_by(step)}: no sign of life for {limit:g} s, which is "
+                    "group.timeout_s")
             fault = Fault(rank=peer, step=step, kind=SILENT, text=text, seen_by=self._rank, seconds=limit)
             self._hear(self._store.compare_set("fault", _NO_FAULT, fault.encode()))
+
+    def _last_step(self, peer: int) -> int:
+        """The step in which a silent rank is. It took part in the ballots that this rank has behind it."""
+        return max(_step_of(self._beats[peer]), self._board.step)
 
     # ---- the thread that watches the other one
 
@@ -189,7 +199,7 @@ class Watchdog:
             heard, last = self._answers, now
             if quiet > self.limit_s:
                 text = f"{_KEEPER} is stopped or gone: the store did not answer for {self.limit_s:g} s"
-                self._board.post(Fault(rank=None, step=self.step, kind=SILENT, text=text, seen_by=self._rank,
+                self._board.post(Fault(rank=None, step=self._board.step, kind=SILENT, text=text, seen_by=self._rank,
                                        seconds=self.limit_s))
         if not self._closing.is_set():
             self._board.tell()
@@ -205,5 +215,5 @@ def _interval_of(beat: bytes) -> float:
     return float(parts[2]) if len(parts) == 3 else 0.0
 
 
-def _in(step: int) -> str:
-    return f" in step {step}" if step >= 0 else " before its first step"
+def _by(step: int) -> str:
+    return f", in step {step} of the group" if step >= 0 else ", before the first step"

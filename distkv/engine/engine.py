@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,9 +22,11 @@ from distkv.engine.requests import Completion, Prompt, check_prompt, checked_fie
 from distkv.engine.schedule import Grid, Scheduler
 from distkv.engine.state import Pending, Said, tell
 from distkv.engine.tensor_parallel import check_group, place_in
-from distkv.errors import DistKVError, DuplicateRequest, GroupError, MessageError, ModelError
+from distkv.errors import DistKVError, DuplicateRequest, MessageError, ModelError
+from distkv.faults import Fault
 from distkv.group import Group
 from distkv.keys import Fingerprint
+from distkv.torch_group import abort
 
 __all__ = ["Engine"]
 
@@ -36,7 +38,8 @@ class Engine:
 
     The engine owns its pool and its cache. It does not own groups: ``model.tp_group`` carries the model's sums,
     ``handoff_group`` (the same if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and none
-    is destroyed or reconfigured here. All three have the model's ranks, in its order; ``cache_group`` is None only for
+    is destroyed or reconfigured here; but if a rank fails, the first two are aborted, so that nobody waits in them for
+    it. All three have the model's ranks, in its order; ``cache_group`` is None only for
     a model on one rank. Raises ``ModelError`` otherwise, and ``ConfigError`` for a pool that the memory cannot hold.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
     """
@@ -66,12 +69,12 @@ class Engine:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
+        self._forget_faults = _abort_on_fault(cache_group, {model.tp_group, handoff_group})
         self.steps = 0
         self.closed = False
         self.failed = False
         """True on every rank after rank 0 shut down with ``failed=True``."""
         self._broken: str | None = None
-        self._reachable = True
         self._handoff = Handoff(handoff_group, config.engine.idle_timeout_s)
         self._rank = self._handoff.rank
         self._intake = Intake()
@@ -157,21 +160,16 @@ class Engine:
     def shutdown(self, failed: bool = False) -> None:
         """Rank 0: one last step, which ends the other ranks' :meth:`follow`. A second call does nothing.
 
-        ``failed`` says that rank 0's own work went wrong: then :attr:`failed` is True on every rank afterwards. A
-        broken engine tells the others that it failed if it still can, and raises nothing: what broke it was raised.
+        ``failed`` says that rank 0's own work went wrong: then :attr:`failed` is True on every rank afterwards. For a
+        broken engine this only closes it: the others were told of the fault when it broke.
         """
         if self.closed:
             return
-        self._intake.say(shutdown=True, failed=failed or self._broken is not None)
-        if self._broken is None:
-            self.step()
+        if self._broken is not None:
+            self.closed = self.failed = True
             return
-        self.closed = self.failed = True
-        if self._reachable and self._rank == 0:
-            try:
-                self._handoff.exchange(self._intake.outgoing)
-            except GroupError as error:
-                logger.warning("the other ranks could not be told that this one failed: %s", error)
+        self._intake.say(shutdown=True, failed=failed)
+        self.step()
 
     def follow(self) -> None:
         """The other ranks' loop: steps until rank 0 shuts down."""
@@ -191,7 +189,8 @@ class Engine:
         A ``PeerFailed`` of the cache is logged and the step goes on with what is running. Any other exception of a
         step (of the group, the model, the scheduler) is raised and breaks the engine: this rank may have done part of
         what the others did, so every later step and submit raises an error that names the first one, and nothing more
-        is stored. Not so an exception of a prompt's ``on_token``: see there.
+        is stored. The other ranks are told (see ``PrefixCache.guard``), and their steps raise an error that names this
+        rank and its step, wherever they wait for it. Not so an exception of a prompt's ``on_token``: see there.
         """
         if self.closed:
             raise DistKVError("the engine was shut down")
@@ -209,9 +208,11 @@ class Engine:
                 return self._work.take_ended()
             said = self._turn(news)
         except BaseException as error:
-            self._broken = f"step {self.steps} raised {type(error).__name__}: {error}"
-            self._reachable = not isinstance(error, GroupError)
-            raise
+            named = self.cache.fail(error, "step")
+            self._broken = f"step {self.steps} raised {type(named).__name__}: {named}"
+            if named is error:
+                raise
+            raise named from error
         tell(said)
         return self._work.take_ended()
 
@@ -237,6 +238,7 @@ class Engine:
         self.closed = True
         self._work.close()
         self.cache.close()
+        self._forget_faults()
 
     def _cap(self, pending: Pending, first: bool) -> int | None:
         """Rank 0's match in pages, to spare the others longer lookups; only where it cannot be stale.
@@ -264,3 +266,14 @@ def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:
         model=model.identity, tp=model.tp_size, dtype=config.model.dtype, attention=attention,
         kv_layout="layers,planes,pages,tokens,heads,dim",
     )  # fmt: skip
+
+
+def _abort_on_fault(cache_group: Group | None, waits: set[dist.ProcessGroup | None]) -> Callable[[], None]:
+    """After a fault nobody has to wait in these groups for a rank that does not come; returns what takes it back."""
+
+    def abort_all(_: Fault) -> None:
+        for group in waits:
+            if group is not None:
+                abort(group)
+
+    return cache_group.on_fault(abort_all) if cache_group is not None else lambda: None

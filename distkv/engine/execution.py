@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from distkv.cache import PrefixCache
 from distkv.engine.batch import Flight, Launcher
@@ -109,7 +110,8 @@ class Execution:
         if not chunks:
             return False
         check_plan(chunks, self.running)
-        self.flight = self._launcher.launch(chunks, [self.running[c.request_id] for c in chunks], self.cache.steps)
+        with self.cache.guard("forward"):
+            self.flight = self._launcher.launch(chunks, [self.running[c.request_id] for c in chunks], self.cache.steps)
         return True
 
     def land(self) -> list[Said]:
@@ -120,7 +122,12 @@ class Execution:
         flight, self.flight = self.flight, None
         if flight is None:
             return []
-        logits = flight.wait()
+        with self.cache.guard("forward"):
+            logits = flight.wait()
+        with self.cache.guard("commit"):
+            return self._commit_all(flight, logits)
+
+    def _commit_all(self, flight: Flight, logits: torch.Tensor) -> list[Said]:
         self.cache.retired(flight.step)
         if self.recording is not None:
             self.recording.ran(flight.chunks, flight.ids, flight.tables, flight.sampled, logits)

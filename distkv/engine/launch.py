@@ -161,7 +161,10 @@ def launched(
             dist.init_process_group("gloo", rank=rank, world_size=size, timeout=deadline(seconds))
     groups = make_groups(tp, timeout_s, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
                          start_s=start_s)  # fmt: skip
-    yield Ranks(rank, size, chosen, *groups)
+    try:
+        yield Ranks(rank, size, chosen, *groups)
+    finally:
+        groups[2].close()  # nobody watches a rank that leaves; the exchange below has a deadline of its own
     if ours:
         # Whoever leaves first breaks the others' connections, and the launcher ends the rest when one has failed.
         TorchGroup(groups[1], timeout_s=timeout_s).exchange(b"")
