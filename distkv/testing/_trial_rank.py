@@ -1,0 +1,155 @@
+"""What one rank of a trial does: an engine that answers requests until the planted fault ends it.
+
+``time.monotonic()`` is one clock for all processes of a host (Linux), so times of several ranks can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+
+from distkv._parent import die_with
+from distkv.config import CacheConfig, GroupConfig, PoolConfig
+from distkv.engine.config import EngineConfig, ModelConfig, ParallelConfig, ServeConfig
+from distkv.engine.engine import Engine
+from distkv.engine.launch import make_groups
+from distkv.engine.model import load_model
+from distkv.engine.requests import Prompt
+from distkv.errors import GroupError
+from distkv.sequence import Sequence
+
+__all__ = ["LAYERS", "VOCAB", "Kind", "Planted", "Report", "Trial", "main"]
+
+Kind = Literal["kill", "stop", "forward", "commit"]
+Place = Literal["layer", "commit", "between"]
+
+VOCAB = 128
+LAYERS = 2
+_JOIN_S = 120.0
+_PAGE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One planted fault: of which kind, on which rank, in which step of its engine, at which place of the step."""
+
+    kind: Kind
+    ranks: int
+    victim: int
+    step: int
+    place: Place
+    layer: int
+    seed: int
+    timeout_s: float
+    store_on_rank_0: bool
+    """Whether rank 0 keeps the group's store, as without torchrun; else the process that starts the ranks."""
+    overlap: bool = False
+
+
+class Planted(Exception):
+    """The exception of a trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How a rank ended. ``failed_rank``: whom its error names; ``threads``: of ours, left when the group was closed."""
+
+    rank: int
+    error: str
+    text: str
+    named: bool
+    """Whether the error is one of the group's."""
+    failed_rank: int | None
+    at: float
+    threads: list[str]
+
+
+def main(rank: int, trial: Trial, folder: Path, port: int) -> None:
+    """Joins, answers requests until the fault, and leaves ``<rank>.json``, a :class:`Report`."""
+    die_with(os.getppid())
+    os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT), 2)  # torch's warnings, and tracebacks
+    store = dist.TCPStore("127.0.0.1", port, is_master=trial.store_on_rank_0 and rank == 0, wait_for_workers=False,
+                          timeout=timedelta(seconds=_JOIN_S))  # fmt: skip
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.ranks, timeout=timedelta(seconds=_JOIN_S))
+    groups = make_groups(trial.ranks, trial.timeout_s)
+    try:
+        _serve(rank, trial, folder, groups)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is what the trial looks at)
+        at = time.monotonic()
+        groups[2].close()
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("distkv-")]
+        report = Report(
+            rank=rank, error=type(error).__name__, text=str(error), named=isinstance(error, GroupError),
+            failed_rank=getattr(error, "failed_rank", None), at=at, threads=left,
+        )  # fmt: skip
+        (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
+
+
+def _serve(rank: int, trial: Trial, folder: Path, groups: tuple[Any, Any, Any]) -> None:
+    settings = ServeConfig(
+        cache=CacheConfig(page_size=_PAGE),
+        pool=PoolConfig(pages=128),
+        group=GroupConfig(timeout_s=trial.timeout_s),
+        model=ModelConfig(source=str(folder.parent / "model")),
+        parallel=ParallelConfig(tp=trial.ranks),
+        engine=EngineConfig(output_limit=6, batch_tokens=64, overlap=trial.overlap),
+    )
+    group, handoff_group, cache_group = groups
+    engine = Engine(settings, load_model(settings.model, group, timeout_s=trial.timeout_s), cache_group=cache_group,
+                    handoff_group=handoff_group)  # fmt: skip
+    dist.barrier(group=handoff_group)  # from here on the deadlines count
+    if rank == trial.victim:
+        _plant(engine, trial, folder)
+    if rank:
+        while True:
+            _between(rank, trial, engine, folder)
+            engine.step()
+    random = np.random.default_rng(trial.seed)
+    asked = 0
+    while True:
+        while asked < 2 * engine.steps + 2 and asked < 1000:
+            engine.submit(Prompt(tokens=random.integers(3, VOCAB, int(random.integers(4, 50))).astype(np.int32)))
+            asked += 1
+        _between(rank, trial, engine, folder)
+        engine.step()
+
+
+def _plant(engine: Engine, trial: Trial, folder: Path) -> None:
+    if trial.place == "layer":
+
+        def in_layer(*_: object) -> None:
+            if engine.steps == trial.step:
+                _strike(trial, folder)
+
+        engine.model.module.model.layers[trial.layer].register_forward_pre_hook(in_layer)
+    elif trial.place == "commit":
+        commit = Sequence.commit
+
+        def in_commit(self: Sequence, n: int) -> None:
+            if engine.steps == trial.step:
+                _strike(trial, folder)
+            commit(self, n)
+
+        Sequence.commit = in_commit  # type: ignore[method-assign]
+
+
+def _between(rank: int, trial: Trial, engine: Engine, folder: Path) -> None:
+    if rank == trial.victim and trial.place == "between" and engine.steps == trial.step:
+        _strike(trial, folder)
+
+
+def _strike(trial: Trial, folder: Path) -> None:
+    (folder / "struck").write_text(repr(time.monotonic()))
+    if trial.kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if trial.kind == "kill" else signal.SIGSTOP)
+    raise Planted(f"planted in {trial.place}")
