@@ -9,9 +9,8 @@ import numpy as np
 
 from distkv.bench.rows import markdown, number
 from distkv.bench.timing import measure, repeat, settled
-from distkv.bench.workloads import FINGERPRINT, Conversation, Sizes, new_cache, store, tokens, with_tails
+from distkv.bench.workloads import Conversation, Sizes, new_cache, store, tokens, with_tails
 from distkv.books import Books
-from distkv.chain import Namer
 from distkv.request import Message, Request
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
+from distkv.ballot import Vector
 from distkv.bench import floors as machine
 from distkv.bench.rows import Row
 from distkv.bench.timing import Sample, measure, repeat, settled
@@ -14,7 +17,6 @@ from distkv.bench.workloads import FINGERPRINT, Conversation, Sizes, agents, new
 from distkv.chain import KeyChain, Namer
 from distkv.errors import InvariantError
 from distkv.group import SoloGroup, Ticket
-from distkv.ballot import Vector
 from distkv.request import Message, Request
 
 Floors = dict[str, Sample]
@@ -88,7 +90,7 @@ def _kept(sizes: Sizes, floors: Floors, namer: Namer, prompt: np.ndarray) -> Ite
     old = namer.chain(prompt)
     whole = np.concatenate([prompt, more[0]])
     again = repeat(lambda: old.follow(whole), max(5, sizes.repeats // 10))
-    yield timed(f"whole prompt of the next turn, by follow()", again, floors=floors, floor=machine.MEMCMP,
+    yield timed("whole prompt of the next turn, by follow()", again, floors=floors, floor=machine.MEMCMP,
                 note="compared with the kept chain, whose log another turn has gone on with: the copy is charged")
 
 
@@ -105,8 +107,7 @@ def storing(sizes: Sizes, floors: Floors) -> Iterator[Row]:
 
     with settled():
         for name, known, target in (("", sizes.pages, 40.0), (", verified anew", 0, None)):
-            sample = measure(lambda known=known: books.store(chain, pages, known), lambda: known, sizes.repeats,
-                             after=undo)
+            sample = measure(lambda n: books.store(chain, pages, n), partial(int, known), sizes.repeats, after=undo)
             yield timed(f"store {sizes.new} new tokens on a long sequence{name}", sample, target=target,
                         floors=floors, floor=machine.FANCY)
 
@@ -118,7 +119,7 @@ def evicting(sizes: Sizes, floors: Floors) -> Iterator[Row]:
     freed = []
     with settled():
         sample = measure(books.index.evict, lambda: 1, n, after=lambda: freed.append(books.pool.free))
-    steps = {after - before for before, after in zip(freed, freed[1:], strict=False)}
+    steps = {after - before for before, after in pairwise(freed)}
     yield timed(f"evict one page among {sizes.tails} tails", sample, target=8, floors=floors, floor=machine.HEAP)
     yield Row(name="pages freed when one is short", unit="pages", value=max(steps | {freed[0]}), target=1,
               exactly=True, note=f"the most and the least of {len(freed)} calls: {min(steps)}")

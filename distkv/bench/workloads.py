@@ -58,9 +58,9 @@ def tokens(rng: np.random.Generator, n: int) -> Pages:
     return rng.integers(0, VOCABULARY, n, dtype=np.int32)
 
 
-def new_cache(pages: int, page_size: int = 128, group: Group | None = None, **cache: int) -> PrefixCache:
+def new_cache(pages: int, page_size: int = 128, group: Group | None = None, heartbeat: int = 64) -> PrefixCache:
     """A cache with a pool of ``pages``."""
-    config = Config(cache=CacheConfig(page_size=page_size, **cache), pool=PoolConfig(pages=pages))
+    config = Config(cache=CacheConfig(page_size=page_size, heartbeat=heartbeat), pool=PoolConfig(pages=pages))
     return PrefixCache(config, FINGERPRINT, group)
 
 
