@@ -1,4 +1,4 @@
-"""``python -m distkv.engine.invariant_fuzz``: many random schedules of a model, each against single passes, bit for bit.
+"""``python -m distkv.engine.invariant_fuzz``: random schedules of a model, each against single passes, bit for bit.
 
 What the self-test at start does a few times, as often as wanted. It ends at the first difference, with its seed.
 """
@@ -66,8 +66,8 @@ def _fuzz(given: argparse.Namespace) -> int:
         tokens += sum(len(ids) for ids in case.tokens)
         shared += sum(pages > 0 for _, pages in case.donors)
     print(
-        f"same bits: {given.schedules} schedules of {given.model} in {given.dtype}, {torch.get_num_threads()} thread(s): "
-        f"{sequences} sequences ({shared} of them on pages of another one), {tokens} tokens, {batches} batches, "
+        f"same bits: {given.schedules} schedules of {given.model} in {given.dtype}, {torch.get_num_threads()} "
+        f"thread(s): {sequences} sequences ({shared} of them on pages of another one), {tokens} tokens, {batches} batches, "
         f"{time.monotonic() - began:.0f} s"
     )
     return 0
