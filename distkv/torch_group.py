@@ -186,7 +186,7 @@ class TorchGroup(Group):
             # a wait of NCCL's that passes its deadline breaks the communicator, so it is asked instead
             while not work.is_completed() and time.monotonic() < end:
                 self._raise_fault()
-                time.sleep(0)
+                time.sleep(2e-5)
             work.wait(deadline(max(0.0, end - time.monotonic())))
             return
         while True:

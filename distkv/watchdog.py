@@ -59,6 +59,8 @@ class Watchdog:
         self._quiet: dict[int, float] = dict.fromkeys(self._peers, 0.0)
         self._missing = set(self._peers)
         self._answers = 0
+        self._heard = 0
+        self._linger_s = 3 * beat_s if rank == 0 else 0.0
         self._to_report: Fault | None = None
         self._reported = threading.Event()
         self._wake = threading.Event()
@@ -72,7 +74,8 @@ class Watchdog:
         self._judge.start()
 
     def close(self) -> None:
-        """Says that this rank leaves, and ends the threads; no callback is called afterwards. Never blocks for long.
+        """Says that this rank leaves, and ends the threads; no callback is called afterwards. Never blocks for long:
+        three beats on rank 0 after a fault, a second if the store does not answer.
 
         A thread that is stuck in a store that does not answer is left behind; it is a daemon and does nothing more.
         """
@@ -81,7 +84,7 @@ class Watchdog:
         self._board.known.set()
         for thread in (self._talker, self._judge):
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(1.0)
+                thread.join(1.0 + self._linger_s)
         if self._talker.is_alive():
             logger.warning("the group's store does not answer; its thread is left behind")
 
@@ -141,15 +144,26 @@ class Watchdog:
                 self._accuse()
                 self._wake.wait(self.beat_s)
                 self._wake.clear()
+            self._wait_until_heard()
             self._store.set(self._keys[self._rank], _LEFT)
-        except RuntimeError as error:
+        except Exception as error:  # mostly RuntimeError, of the store; handed to the rank's own thread
             if not self._closing.is_set():
                 logger.debug("the group's store broke", exc_info=True)
-                text = f"{_KEEPER} is gone: {str(error).splitlines()[0][:200]}"
+                text = f"{_KEEPER} is gone: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
                 self._board.post(Fault(rank=None, step=self._board.step, kind=LOST, text=text, seen_by=self._rank))
         finally:
             self._reported.set()
             del self._store  # closes its connection
+
+    def _wait_until_heard(self) -> None:
+        """Rank 0 may keep the store: it does not leave after a fault before the others have read it, or some beats."""
+        end = time.monotonic() + self._linger_s
+        while self._board.fault is not None and time.monotonic() < end:
+            self._beat()
+            living = [r for r in self._peers if r != self._board.fault.rank and self._beats[r] != _LEFT.encode()]
+            if all(_has_heard(self._beats[r]) for r in living):
+                return
+            time.sleep(0.02)
 
     def _beat(self) -> None:
         fault = self._to_report
@@ -157,7 +171,7 @@ class Watchdog:
             first = self._store.compare_set("fault", _NO_FAULT, fault.encode())
             self._hear(first)
             self._reported.set()
-        self._store.set(self._keys[self._rank], f"{self._answers} {self._board.step} {self.beat_s}")
+        self._store.set(self._keys[self._rank], f"{self._answers} {self._board.step} {self.beat_s} {self._heard}")
         if self._missing:  # a value that is not there would be waited for
             self._missing = {r for r in self._missing if not self._store.check([self._keys[r]])}
         there = [r for r in self._peers if r not in self._missing]
@@ -170,6 +184,7 @@ class Watchdog:
 
     def _hear(self, first: bytes) -> None:
         if first.decode() != _NO_FAULT:
+            self._heard = 1
             self._board.post(Fault.decode(first))
 
     def _accuse(self) -> None:
@@ -207,12 +222,16 @@ class Watchdog:
 
 def _step_of(beat: bytes) -> int:
     parts = beat.split()
-    return int(parts[1]) if len(parts) == 3 else -1
+    return int(parts[1]) if len(parts) == 4 else -1
 
 
 def _interval_of(beat: bytes) -> float:
     parts = beat.split()
-    return float(parts[2]) if len(parts) == 3 else 0.0
+    return float(parts[2]) if len(parts) == 4 else 0.0
+
+
+def _has_heard(beat: bytes) -> bool:
+    return beat.split()[3:] == [b"1"]
 
 
 def _by(step: int) -> str:

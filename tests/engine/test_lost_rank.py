@@ -1,48 +1,40 @@
-"""A rank that dies or stops inside a forward pass: the others end with a named error and do not hang."""
+"""A rank that is killed, stopped or fails in a step: the others end with an error that names it, and nothing is left.
+
+One trial of each kind; ``python -m distkv.testing.trials`` runs as many as wanted, at random.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distkv.engine.engine import Engine
-from distkv.engine.launch import make_groups
-from distkv.engine.model import load_model
-from distkv.engine.requests import Prompt
-from distkv.errors import GroupTimeout, PeerLost
-from distkv.testing.processes import run_outcomes
-from tests.engine import tiny
+from distkv.testing import trials
+from distkv.testing._trial_rank import Trial
 
 DEADLINE = 4.0
+KILLED = Trial(kind="kill", ranks=3, victim=2, step=5, place="layer", layer=1, seed=1, timeout_s=DEADLINE,
+               store_on_rank_0=False)  # fmt: skip
+TRIALS = [
+    KILLED,
+    # the process that keeps the group's store, so that no watchdog can say a word
+    replace(KILLED, kind="stop", victim=0, place="between", store_on_rank_0=True),
+    replace(KILLED, kind="forward", victim=1, overlap=True),
+    replace(KILLED, kind="commit", victim=0, place="commit", store_on_rank_0=True),
+]
 
 
-def lost_case(rank: int, world_size: int, folder: Path, how: str) -> None:
-    settings = tiny.config(folder, tp=world_size, idle_timeout_s=DEADLINE)
-    group, handoff_group, cache_group = make_groups(world_size, DEADLINE)
-    model = load_model(settings.model, group, timeout_s=DEADLINE)
-    engine = Engine(settings, model, cache_group=cache_group, handoff_group=handoff_group)
-    calls = 0
-
-    def last_call(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if rank == world_size - 1 and calls == 3:
-            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-
-    model.module.model.layers[1].register_forward_pre_hook(last_call)
-    if rank == 0:
-        engine.generate([Prompt(tokens=tiny.tokens(40, 1))])
-    else:
-        engine.follow()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trials")
+    trials.random_model(folder / "model")
+    return folder
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_lost_in_a_forward_pass_is_a_named_error_on_the_others(tmp_path: Path, how: str) -> None:
-    folder = tiny.model_folder(tmp_path, "llama")
-    *others, lost = run_outcomes(lost_case, 3, (folder, how), timeout_s=120.0)
-    assert lost.status == how
-    for outcome in others:
-        assert outcome.raised(GroupTimeout) or outcome.raised(PeerLost), outcome.describe()
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.kind)
+def test_the_others_end_with_a_named_error_within_the_deadline(folder: Path, trial: Trial) -> None:
+    result = trials.run_trial(trial, folder, trials.context())
+    assert not result.problems
+    wanted = {"kill": "PeerLost", "stop": "GroupTimeout"}.get(trial.kind, "PeerFault")
+    assert [report.error for report in result.reports] == [wanted] * 2
