@@ -31,6 +31,7 @@ from distkv.errors import (
 from distkv.faults import Fault
 from distkv.group import Group, LocalGroup, SoloGroup, Ticket
 from distkv.keys import Adapter, Fingerprint, Span
+from distkv.mpi_group import MpiGroup
 from distkv.reasons import Reason
 from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
 from distkv.sequence import Sequence
@@ -62,6 +63,7 @@ __all__ = [
     "LocalGroup",
     "Message",
     "MessageError",
+    "MpiGroup",
     "NoRoom",
     "PeerFailed",
     "PeerFault",

@@ -1,4 +1,4 @@
-"""Process groups for programs of our own, started by torchrun. An embedding engine brings its own instead.
+"""Process groups for programs of our own, started by torchrun or mpirun. An embedding engine brings its own instead.
 
 Every wait has a deadline: joining that of the start, the hand-off that of an idle group, all else ``timeout_s``.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from distkv.engine import mpi_launch
 from distkv.errors import ConfigError, DistKVError, GroupTimeout, PeerLost
 from distkv.group import Group
 from distkv.layout import Layout
@@ -106,11 +106,9 @@ def make_groups(
     rank, size = dist.get_rank(), dist.get_world_size()
     fast = "nccl" if torch.device(device).type == "cuda" else "gloo"
     start = deadline(max(timeout_s, start_s))
-    kinds = (
-        (fast, start),
-        ("gloo", max(start, deadline(idle_timeout_s))),
-        (fast if transport == "auto" else transport, start),
-    )
+    kinds = [(fast, start), ("gloo", max(start, deadline(idle_timeout_s)))]
+    if transport != "mpi":
+        kinds.append((fast if transport == "auto" else transport, start))
     mine: list[dist.ProcessGroup] = []
     for first in range(0, size, tp):
         members = list(range(first, first + tp))
@@ -118,8 +116,9 @@ def make_groups(
             made = [dist.new_group(members, timeout=timeout, backend=backend) for backend, timeout in kinds]
         if rank in members:
             mine = made
-    tp_group, handoff_group, cache_group = mine
-    return tp_group, handoff_group, TorchGroup(cache_group, timeout_s=timeout_s)
+    if transport == "mpi":
+        return mine[0], mine[1], mpi_launch.cache_group(rank // tp * tp, tp, timeout_s, mine[1])
+    return mine[0], mine[1], TorchGroup(mine[2], timeout_s=timeout_s)
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def launched(
     idle_timeout_s: float = 600.0,
     start_s: float = START_S,
 ) -> Iterator[Ranks]:
-    """Joins the processes that torchrun started; the ranks leave together.
+    """Joins the processes that torchrun or mpirun started; the ranks leave together.
 
     Raises ConfigError if their number is not ``tp``, or if the device or transport asked for is not there; GroupTimeout
     or PeerLost if a rank does not join (``start_s``, see :func:`make_groups`) or does not leave (``timeout_s``).
@@ -143,22 +142,21 @@ def launched(
     rank, size = layout.rank, layout.world_size
     if size != tp:
         were = counted(size, "process was", "processes were")
-        raise ConfigError("parallel.tp", f"is {tp}, but {were} started; start {tp} (torchrun --nproc-per-node {tp}), "
+        how = f"mpirun -n {tp}" if layout.source == "mpirun" else f"torchrun --nproc-per-node {tp}"
+        raise ConfigError("parallel.tp", f"is {tp}, but {were} started; start {tp} ({how}), "
                                          f"or set parallel.tp to {size}")  # fmt: skip
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    chosen = check_devices(device, transport, layout.local_rank, local_ranks)
+    chosen = check_devices(device, transport, layout.local_rank, mpi_launch.local_ranks(size))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:
         yield Ranks(0, 1, chosen)
         return
     ours = not dist.is_initialized()
-    if ours and layout.source == "mpirun":
-        raise ConfigError("", "under mpirun this program has no way to join the ranks: start them with torchrun")
     if ours:
         seconds = max(timeout_s, start_s)
+        store = mpi_launch.meet(rank, size, seconds) if layout.source == "mpirun" else None
         with named_failures("the meeting of the ranks", seconds, rank=rank):
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=deadline(seconds))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=deadline(seconds))
     groups = make_groups(tp, timeout_s, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
                          start_s=start_s)  # fmt: skip
     try:
@@ -169,6 +167,7 @@ def launched(
         # Whoever leaves first breaks the others' connections, and the launcher ends the rest when one has failed.
         TorchGroup(groups[1], timeout_s=timeout_s).exchange(b"")
         dist.destroy_process_group()
+        mpi_launch.finalize()
 
 
 def on_all_ranks(ranks: Ranks, timeout_s: float, make: Callable[[], T]) -> T:

@@ -18,13 +18,13 @@ SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "r
            "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "faults", "watchdog", "_settings", "_values",
-        "_loading"]
+CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog", "_settings",
+        "_values", "_loading"]
 LAYERS = [["keys", "encoding", "config", "errors", "_settings", "_values", "_loading"], ["chain"],
           ["pages", "faults"], ["runs"],
           ["entries", "policy", "reasons", "table_buffers"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
-          ["torch_group", "start", "lockstep"], ["cache"]]
+          ["torch_group", "mpi_group", "start", "lockstep"], ["cache"]]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:

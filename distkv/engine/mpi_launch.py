@@ -1,0 +1,94 @@
+"""Under mpirun: how the ranks meet for gloo and NCCL, and the communicator for the cache.
+
+MPI carries the cache's collective if ``group.transport`` is mpi. The model's and the hand-off's groups are torch's,
+which has no MPI in the wheels; MPI tells the ranks where rank 0 listens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from distkv.errors import ConfigError
+from distkv.mpi_group import MpiGroup, mpi
+from distkv.torch_group import deadline, named_failures
+
+__all__ = ["cache_group", "finalize", "local_ranks", "meet"]
+
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_ours: list[Any] = []  # the MPI module, if this process initialised it here
+
+
+def local_ranks(size: int) -> int:
+    """How many of ``size`` ranks are on this host, as the launcher says; all, if it does not."""
+    return next((int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()), size)
+
+
+def meet(rank: int, size: int, seconds: float) -> dist.Store:
+    """The store that rank 0 opens and the others connect to; for ``init_process_group``.
+
+    Rank 0 listens before it says where, so no port is guessed; MASTER_ADDR, if it is set, is the name that it gives.
+    Raises ConfigError without MPI or if mpirun and MPI are of two kinds, GroupTimeout if a rank does not come.
+    """
+    world = MpiGroup(_mpi_of_ours().COMM_WORLD, timeout_s=seconds)
+    if (world.rank, world.size) != (rank, size):
+        raise ConfigError("", f"mpirun says that this is rank {rank} of {size}, and mpi4py rank {world.rank} of "
+                              f"{world.size}: they are of two MPI libraries; use the mpirun of mpi4py's")  # fmt: skip
+    server: dist.Store | None = None
+    where = b""
+    on_one_host = local_ranks(size) == size
+    if on_one_host and "lo" in {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+    if rank == 0:
+        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if on_one_host else socket.gethostname())
+        opened = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=deadline(seconds))
+        where, server = json.dumps([address, opened.port]).encode(), opened
+    told = world.exchange(where, purpose="the meeting of the ranks over MPI")
+    if server is not None:
+        return server
+    address, port = json.loads(told[0])
+    with named_failures(f"connecting to rank 0 at {address}, port {port}", seconds, rank=rank):
+        return dist.TCPStore(address, port, size, is_master=False, timeout=deadline(seconds))
+
+
+def cache_group(first: int, tp: int, timeout_s: float, beside: dist.ProcessGroup | None) -> MpiGroup:
+    """The cache's group of ranks ``first .. first + tp - 1``, of which this process is one. Every rank calls it once.
+
+    ``beside``: a process group of the same ranks, whose store the watchdog uses. Raises ConfigError for processes that
+    mpirun has not started.
+    """
+    world = _mpi_of_ours().COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (dist.get_rank(), dist.get_world_size()):
+        raise ConfigError("group.transport", f"is mpi, but mpirun has not started these {dist.get_world_size()} "
+                                             "processes; start them with mpirun -n, or set it to auto or gloo")
+    get = getattr(beside, "get_group_store", None)
+    store: Any = get() if get is not None else None
+    communicator = world.Split(first // tp, dist.get_rank())
+    if not hasattr(store, "clone"):
+        return MpiGroup(communicator, timeout_s=timeout_s)
+    return MpiGroup(communicator, timeout_s=timeout_s, store=lambda name: dist.PrefixStore(name, store.clone()))
+
+
+def finalize() -> None:
+    """Ends MPI, if it was started here. Not after an error: it would wait for ranks that do not come.
+
+    Then the process ends without it, and mpirun ends the others.
+    """
+    if _ours and not _ours[0].Is_finalized():
+        _ours[0].Finalize()
+
+
+def _mpi_of_ours() -> Any:
+    if "mpi4py.MPI" not in sys.modules:
+        try:
+            import mpi4py
+        except ImportError:
+            return mpi()  # whose error names the extra
+        mpi4py.rc.finalize = False  # at the end of the process it would wait for a rank that is stopped
+        _ours.append(mpi())
+    return sys.modules["mpi4py.MPI"]
