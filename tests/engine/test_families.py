@@ -26,7 +26,7 @@ from tests.engine.test_model import single_pass, stock
 Folders = Callable[[str, int], Path]
 SCATTERED = np.array([7, 2, 11, 3, 0])
 KV_HEADS = {"llama": 4, "qwen3": 12, "gemma": 4, "qwen2": 4, "mistral": 4}
-HOT: dict[str, Any] = {"temperature": 1.4, "top_p": 0.95, "seed": 5, "output_limit": 12}
+HOT: dict[str, Any] = {"temperature": 1.4, "top_p": 0.95, "seed": 5, "output_limit": 8}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
