@@ -1,8 +1,12 @@
-"""The harness for groups of processes: it shows every rank, never hangs, and leaves nothing behind."""
+"""The harness for groups of processes: it shows every rank, never hangs, and leaves nothing behind.
+
+Ranks are forked from a warm process here, as in all tests; what may depend on that is tested with fresh ones too.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,9 +23,13 @@ import torch
 import torch.distributed as dist
 
 from distkv.errors import GroupTimeout, RequestTooLarge
+from distkv.testing import warm as warm_module
 from distkv.testing.processes import RanksFailed, choose_backend, run_outcomes, run_ranks
+from distkv.testing.warm import WarmProcess, warm_start
 
 GENEROUS = 240.0
+BOTH_WAYS = pytest.mark.parametrize("start", ["forked", "fresh"], indirect=True)
+CUDA = torch.cuda.is_available()  # then all ranks start fresh
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,11 @@ def minimum_by_torchrun_variables(rank: int, world_size: int) -> int:
     return lowest(rank, world_size, 5).lowest
 
 
-def environment(rank: int, world_size: int) -> dict[str, str]:
+def environment(rank: int, world_size: int) -> tuple[dict[str, str], int, tuple[int, int, int], list[float]]:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "COLOUR"]
-    return {name: os.environ[name] for name in names}
+    ids = (os.getppid(), os.getsid(0), os.getpid())
+    numbers = [random.random(), float(np.random.random())]  # noqa: NPY002  # the global one is the question
+    return {name: os.environ[name] for name in names}, hash("a word"), ids, numbers
 
 
 def array(rank: int, world_size: int) -> np.ndarray:
@@ -94,11 +104,17 @@ def raise_timeout(rank: int, world_size: int) -> None:
 
 
 def start_children(rank: int, world_size: int, folder: str, end: str) -> None:
-    """One child in the rank's session, one that left it; both would live for hours."""
+    """One child in the rank's session, one that left it, and a fork that left it; they would live for hours."""
+    if os.fork() == 0:
+        os.setsid()
+        (Path(folder) / f"{rank}-forked").write_text(str(os.getpid()))
+        time.sleep(10_000)
     code = "import time; time.sleep(10_000)"
     for new_session in (False, True):
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=new_session)
         (Path(folder) / f"{rank}-{new_session}").write_text(str(child.pid))
+    while not (Path(folder) / f"{rank}-forked").exists():
+        time.sleep(0.01)
     if end == "raise":
         raise ValueError("after the children were started")
     if end == "sleep":
@@ -122,16 +138,27 @@ def alive(folder: Path) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left():
+def start(request: pytest.FixtureRequest, warm: WarmProcess, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How ranks start: forked, as in all tests, or fresh (see BOTH_WAYS)."""
+    way = getattr(request, "param", "forked")
+    if way == "fresh":
+        monkeypatch.setattr(warm_module, "_current", None)
+    elif warm.pid is None:
+        run_ranks(array, 1, backend=None, timeout_s=GENEROUS)  # the warm process stays for the next run
+    return str(way)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(start: str):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    start = time.monotonic()
+    began = time.monotonic()
     yield
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert time.monotonic() - start < GENEROUS
+    assert time.monotonic() - began < GENEROUS
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_results_come_in_order_of_rank(world_size: int) -> None:
+@pytest.mark.parametrize(("start", "world_size"), [("forked", 1), ("forked", 3), ("fresh", 2)], indirect=["start"])
+def test_results_come_in_order_of_rank(world_size: int, start: str) -> None:
     assert run_ranks(lowest, world_size, (10,)) == [Answer(rank, 10) for rank in range(world_size)]
 
 
@@ -139,9 +166,10 @@ def test_the_group_may_be_made_by_the_ranks_as_under_torchrun() -> None:
     assert run_ranks(minimum_by_torchrun_variables, 2, backend=None) == [5, 5]
 
 
-def test_environment_of_a_rank() -> None:
+@BOTH_WAYS
+def test_environment_of_a_rank(start: str, warm: WarmProcess) -> None:
     found = run_ranks(environment, 2, backend=None, env={"COLOUR": "red"})
-    for rank, variables in enumerate(found):
+    for rank, (variables, _, (parent, session, pid), _) in enumerate(found):
         assert variables == {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -150,6 +178,44 @@ def test_environment_of_a_rank() -> None:
             "OMP_WAIT_POLICY": "PASSIVE",
             "COLOUR": "red",
         }
+        assert session == pid
+        assert parent == (warm.pid if start == "forked" and not CUDA else os.getpid())
+    numbers = [number for *_, drawn in found for number in drawn]
+    assert len(set(numbers)) == len(numbers), "ranks draw the same random numbers"
+
+
+def test_what_is_read_when_python_starts_starts_a_new_one() -> None:
+    (_, first, (parent, *_), _), (_, second, *_) = run_ranks(
+        environment, 2, backend=None, env={"COLOUR": "", "PYTHONHASHSEED": "7"}
+    )
+    assert parent == os.getpid()
+    assert first == second != hash("a word")
+
+
+@pytest.mark.skipif(CUDA, reason="ranks are not forked where they may use a GPU")
+def test_a_warm_process_that_was_killed_ends_its_ranks_and_is_started_again(tmp_path: Path) -> None:
+    with warm_start([]) as other:
+        def kill() -> None:
+            while len(list(tmp_path.iterdir())) < 2:
+                time.sleep(0.05)
+            os.kill(other.pid or 0, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        outcomes = run_outcomes(pid_file, 2, (str(tmp_path),), backend=None, timeout_s=GENEROUS)
+        assert [outcome.status for outcome in outcomes] == ["killed", "killed"]
+        assert alive(tmp_path) == []
+        assert len(run_ranks(array, 2, backend=None)) == 2
+
+
+def test_what_starts_threads_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(10_000,), daemon=True).start()"
+    (tmp_path / "with_a_thread.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "with_a_thread", sys)  # as if it was imported here
+    with warm_start(["with_a_thread"]) as other:
+        ((_, _, (parent, *_), _),) = run_ranks(environment, 1, backend=None, env={"COLOUR": ""})
+        assert parent == os.getpid()
+        assert other.pid is None
 
 
 def test_arrays_are_results_too() -> None:
@@ -164,7 +230,8 @@ def test_auto_uses_a_backend_that_the_machine_has() -> None:
         assert run_ranks(lowest, 2, (3,), backend="auto") == [Answer(0, 3), Answer(1, 3)]
 
 
-def test_an_exception_shows_its_traceback_and_ends_the_other_ranks() -> None:
+@BOTH_WAYS
+def test_an_exception_shows_its_traceback_and_ends_the_other_ranks(start: str) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(fail, 3, backend=None, timeout_s=10_000)
     text = str(caught.value)
@@ -180,7 +247,7 @@ def test_an_exception_shows_its_traceback_and_ends_the_other_ranks() -> None:
 
 def test_a_stuck_rank_shows_where_it_is() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=25)
+        run_ranks(sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=10)
     assert [outcome.status for outcome in caught.value.outcomes] == ["returned", "deadline"]
     assert "rank 1: did not end within the deadline" in str(caught.value)
     assert "sleep_in_a_function_with_a_name" in caught.value.outcomes[1].stacks
@@ -188,22 +255,26 @@ def test_a_stuck_rank_shows_where_it_is() -> None:
 
 def test_ranks_stuck_inside_a_collective_show_where_they_are() -> None:
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(wait_for_a_message, 2, timeout_s=30)
+        run_ranks(wait_for_a_message, 2, timeout_s=10)
     for outcome in caught.value.outcomes:
         assert "wait_for_a_message" in outcome.stacks + (outcome.error.traceback if outcome.error else "")
 
 
 @pytest.mark.parametrize(
-    ("way", "status", "code"), [("kill", "killed", -9), ("exit", "exited", 7), ("sys.exit", "exited", 3)]
-)
-def test_a_rank_that_ends_without_a_word(way: str, status: str, code: int) -> None:
+    ("start", "way", "status", "code"),
+    [("forked", "kill", "killed", -9), ("fresh", "kill", "killed", -9), ("forked", "exit", "exited", 7),
+     ("forked", "sys.exit", "exited", 3)],
+    indirect=["start"],
+)  # fmt: skip
+def test_a_rank_that_ends_without_a_word(start: str, way: str, status: str, code: int) -> None:
     survivor, ended = run_outcomes(end_oneself, 2, (way,))
     assert (ended.status, ended.exit_code) == (status, code)
     assert (survivor.status, survivor.result) == ("returned", "noticed")
     assert ("SIGKILL" in ended.describe()) == (way == "kill")
 
 
-def test_a_stopped_rank_does_not_hold_up_the_others() -> None:
+@BOTH_WAYS
+def test_a_stopped_rank_does_not_hold_up_the_others(start: str) -> None:
     survivor, stopped = run_outcomes(end_oneself, 2, ("stop",), timeout_s=10_000)
     assert (survivor.status, survivor.result) == ("returned", "went on")
     assert stopped.status == "stopped"
@@ -214,21 +285,26 @@ def test_an_exception_keeps_its_attributes() -> None:
     for rank, outcome in enumerate(run_outcomes(raise_timeout, 2, backend=None)):
         assert outcome.raised(GroupTimeout)
         assert outcome.error is not None
-        assert outcome.error.attributes == {"operation": "all_reduce", "seconds": 1.5, "rank": rank, "step": 7}
+        expected = {"operation": "all_reduce", "seconds": 1.5, "rank": rank, "step": 7}
+        assert outcome.error.attributes | expected == outcome.error.attributes
 
 
-@pytest.mark.parametrize("end", ["return", "raise", "sleep"])
-def test_nothing_that_a_rank_started_is_left(tmp_path: Path, end: str) -> None:
-    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=25)
+@pytest.mark.parametrize(
+    ("start", "end"), [("forked", "return"), ("forked", "raise"), ("forked", "sleep"), ("fresh", "return")],
+    indirect=["start"],
+)  # fmt: skip
+def test_nothing_that_a_rank_started_is_left(tmp_path: Path, start: str, end: str) -> None:
+    timeout_s = 10 if end == "sleep" else GENEROUS
+    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=timeout_s)
     expected = {"return": "returned", "raise": "raised", "sleep": "deadline"}[end]
     assert [outcome.status for outcome in outcomes] == [expected, expected]
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 6
     assert alive(tmp_path) == []
 
 
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
     def interrupt() -> None:
-        while len(list(tmp_path.iterdir())) < 4:
+        while len(list(tmp_path.iterdir())) < 6:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -238,22 +314,25 @@ def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
     assert alive(tmp_path) == []
 
 
-def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path, start: str) -> None:
     code = f"""
-import sys
+import contextlib, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_processes import pid_file, run_ranks
-run_ranks(pid_file, 2, ({str(tmp_path)!r},), backend=None)
+from test_processes import pid_file, run_ranks, warm_start
+with warm_start([]) if {start == "forked"} else contextlib.nullcontext():
+    run_ranks(pid_file, 2, ({str(tmp_path)!r},), backend=None)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     while len(list(tmp_path.iterdir())) < 2:
         assert parent.poll() is None
         time.sleep(0.05)
+    descendants = psutil.Process(parent.pid).children(recursive=True)
+    assert len(descendants) == (3 if start == "forked" and not CUDA else 2)
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 30
-    while alive(tmp_path) and time.monotonic() < end:
-        time.sleep(0.05)
+    _, left = psutil.wait_procs(descendants, 30)
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
     assert alive(tmp_path) == []
 
 
@@ -262,7 +341,10 @@ def pid_file(rank: int, world_size: int, folder: str) -> None:
     time.sleep(10_000)
 
 
-def test_a_process_that_stays_after_its_target_returned_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH_WAYS
+def test_a_process_that_stays_after_its_target_returned_is_a_failure(
+    start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("distkv.testing.processes._LEAVE_S", 1.0)
     with pytest.raises(RanksFailed, match="its target had returned") as caught:
         run_ranks(return_but_stay, 2, backend=None)
@@ -288,13 +370,15 @@ def test_a_script_can_run_its_own_functions(tmp_path: Path) -> None:
     script.write_text(
         "from dataclasses import dataclass\n"
         "from distkv.testing.processes import run_ranks\n"
+        "from distkv.testing.warm import warm_start\n"
         "@dataclass\n"
         "class Point:\n"
         "    x: int\n"
         "def case(rank, world_size, point):\n"
         "    return Point(point.x + rank)\n"
         "if __name__ == '__main__':\n"
-        "    print(run_ranks(case, 2, (Point(3),), backend=None))\n"
+        "    with warm_start([]):\n"
+        "        print(run_ranks(case, 2, (Point(3),), backend=None))\n"
     )
     root = str(Path(__file__).parents[1])
     run = subprocess.run(

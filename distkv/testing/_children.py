@@ -17,15 +17,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import IO, Protocol
 
 from distkv.testing._rank import Job, Report
+from distkv.testing._warm_process import TOKEN, Start
+from distkv.testing.warm import ForkedProcess, WarmProcess
 
-__all__ = ["Child", "end_all"]
+__all__ = ["TOKEN", "Child", "end_all"]
 
 logger = logging.getLogger(__name__)
-
-TOKEN = "DISTKV_TESTING_TOKEN"
 
 # Runs before anything is imported, so that even a rank that is stuck in an import shows where.
 _BOOTSTRAP = """
@@ -39,24 +41,63 @@ main(sys.argv[2])
 """
 
 
-class Child:
-    """The process of one rank, and the files that it leaves in ``folder``."""
+class Process(Protocol):
+    """A started rank. ``exit_code`` does not reap it and is None while it runs; ``reap`` waits for its end."""
 
-    def __init__(self, job: Job, folder: Path, env: Mapping[str, str]) -> None:
-        self.rank = job.rank
-        self._base = folder / f"rank{job.rank}"
-        self._base.with_suffix(".job").write_bytes(pickle.dumps(job))
-        arguments = [self._file("stacks"), self._file("job"), json.dumps(sys.path)]
-        with open(self._file("output"), "wb") as output:
+    pid: int
+    stdin: IO[bytes]
+
+    def exit_code(self) -> int | None: ...
+
+    def reap(self) -> int: ...
+
+
+class FreshProcess:
+    """One rank in an interpreter of its own; a child of this process."""
+
+    def __init__(self, start: Start) -> None:
+        with open(start.output, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                [sys.executable, "-c", _BOOTSTRAP, start.stacks, start.job, json.dumps(start.path)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(env),
+                env=start.env,
                 start_new_session=True,
             )
+        assert self._process.stdin is not None
+        self.pid = self._process.pid
+        self.stdin = self._process.stdin
+
+    def exit_code(self) -> int | None:
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def reap(self) -> int:
+        return self._process.wait()
+
+
+class Child:
+    """The process of one rank, and the files that it leaves in ``folder``. Forked if there is a ``warm`` process."""
+
+    def __init__(self, job: Job, folder: Path, env: Mapping[str, str], warm: WarmProcess | None = None) -> None:
+        self.rank = job.rank
+        self._base = folder / f"rank{job.rank}"
+        parent = warm.pid if warm is not None else os.getpid()
+        self._base.with_suffix(".job").write_bytes(pickle.dumps(replace(job, parent=parent or 0)))
+        start = Start(
+            env=dict(env),
+            path=list(sys.path),
+            folder=os.getcwd(),
+            job=self._file("job"),
+            output=self._file("output"),
+            stacks=self._file("stacks"),
+        )
+        self._process: Process = ForkedProcess(warm, start) if warm is not None else FreshProcess(start)
         self._exit_code: int | None = None
+        self._is_reaped = False
 
     @property
     def pid(self) -> int:
@@ -66,20 +107,13 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it. Looking does not reap the process."""
         if self._exit_code is None:
-            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if status is not None:
-                exited = status.si_code == os.CLD_EXITED
-                self._exit_code = status.si_status if exited else -status.si_status
+            self._exit_code = self._process.exit_code()
         return self._exit_code
 
     @property
     def is_stopped(self) -> bool:
         """Whether it was stopped by a signal and not continued (Linux; elsewhere False)."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return _state(self.pid) in ("T", "t")
 
     @property
     def report(self) -> Report | None:
@@ -116,18 +150,17 @@ class Child:
 
     def release(self, word: bytes) -> None:
         """Let a rank that returned go: ``b"e"`` in order, ``b"k"`` at once."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(word)
             self._process.stdin.flush()
 
     def kill(self) -> None:
         """Kill the rank and all processes of its session that did not leave it, and reap the rank."""
-        if self._process.returncode is None:
+        if not self._is_reaped:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._exit_code = self._process.wait()
-        assert self._process.stdin is not None
+            self._exit_code = self._process.reap()
+            self._is_reaped = True
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
@@ -137,20 +170,32 @@ class Child:
 
 def end_all(children: Iterable[Child], token: str) -> None:
     """Kill and reap every child, and everything that descends from one. Safe to call twice."""
+    known = set(_with_token(token))  # before they are killed: one that is on its way out has no environment any more
     for child in children:
         child.kill()
     # A process that is killed may just have started another, so look until nothing is found.
     give_up = time.monotonic() + 10
-    strays: list[int] = []
+    left: set[int] = set()
     while time.monotonic() < give_up:
-        strays = list(_with_token(token))
+        strays = set(_with_token(token))
         for pid in strays:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not strays:
+        known |= strays
+        left = {pid for pid in known if _state(pid) not in (None, "Z", "X")}
+        if not left:
             return
         time.sleep(0.01)
-    logger.error("these processes of ranks could not be ended: %s", strays)
+    logger.error("these processes of ranks could not be ended: %s", sorted(left))
+
+
+def _state(pid: int) -> str | None:
+    """The letter that ``ps`` shows; None if there is no such process (or no ``/proc``)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return stat.rpartition(")")[2].split()[0]
 
 
 def _with_token(token: str) -> Iterable[int]:

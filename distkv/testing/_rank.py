@@ -1,8 +1,9 @@
 """What runs in the process of one rank: set up the group, call the target, write down how it ended.
 
-Started by ``distkv.testing._children`` in a fresh interpreter. The process leaves one file, ``<rank>.report``,
-written whole or not at all. A rank that returned stays until its parent tells it to go, so that no rank sees a
-broken connection only because another one was quicker; a rank that raised goes at once, as a real one would.
+Started by ``distkv.testing._children``, in a fresh interpreter or by a fork. The process leaves one file,
+``<rank>.report``, written whole or not at all. A rank that returned stays until the harness tells it to go, so that
+no rank sees a broken connection only because another one was quicker; a rank that raised goes at once, as a real one
+would.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Job:
     backend: str | None
     store_port: int
     timeout_s: float
-    parent: int
+    parent: int = 0
     module: str
     module_file: str | None
     call: bytes

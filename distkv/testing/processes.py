@@ -13,9 +13,10 @@
 shows every rank: its traceback, or the stacks of all its threads if it was still running. ``run_outcomes`` is
 for cases in which ranks raise, exit, are killed or stopped on purpose: it lets all go on until they end.
 
-Ranks start in fresh interpreters (nothing of the parent is inherited but ``sys.path`` and the environment) and meet
-through a store that the parent listens on, so there is no port to guess. Linux; on other systems descendants
-that leave their rank's session are not found.
+Ranks start in fresh interpreters (nothing of the parent is inherited but ``sys.path``, the folder and the environment),
+or within :func:`distkv.testing.warm.warm_start` as forks of one process, which is quicker. They meet through a store
+that the parent listens on, so there is no port to guess. Linux; on other systems descendants that leave their rank's
+session are not found.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any, Literal, Protocol
 from distkv.errors import DistKVError
 from distkv.testing._children import TOKEN, Child, end_all
 from distkv.testing._rank import Job, Raised
+from distkv.testing.warm import WarmProcess, current
 
 __all__ = ["Outcome", "Raised", "RanksFailed", "Target", "choose_backend", "run_outcomes", "run_ranks"]
 
@@ -123,6 +125,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call ``target(rank, world_size, *args)`` on ``world_size`` ranks; returns their results in order of rank.
 
@@ -130,11 +133,12 @@ def run_ranks(
     process group exists when the target is called, and ``timeout_s`` is its timeout too. With None the
     variables are those of torchrun, so that ``init_process_group()`` without arguments finds the others.
     ``timeout_s`` bounds the whole call, start of the interpreters included. ``env`` adds to the environment.
+    ``fresh``: start new interpreters even within :func:`~distkv.testing.warm.warm_start`.
 
     Raises RanksFailed as soon as a rank did not return, after a short grace for the others, or at the deadline.
     No process is left behind, whatever happens, KeyboardInterrupt included.
     """
-    outcomes = _run(target, world_size, args, timeout_s, backend, env, until=_first_failure)
+    outcomes = _run(target, world_size, args, timeout_s, backend, env, fresh, until=_first_failure)
     if any(outcome.status != "returned" for outcome in outcomes):
         raise RanksFailed(_title(target), outcomes)
     return [outcome.result for outcome in outcomes]
@@ -148,12 +152,13 @@ def run_outcomes(
     timeout_s: float = 60.0,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Outcome]:
     """As :func:`run_ranks`, for ranks that are meant to fail: all go on until they end, and nothing is raised.
 
     Ranks that are stopped by a signal are ended when no other rank runs any more.
     """
-    return _run(target, world_size, args, timeout_s, backend, env, until=_all_ended)
+    return _run(target, world_size, args, timeout_s, backend, env, fresh, until=_all_ended)
 
 
 def choose_backend(world_size: int) -> str:
@@ -172,6 +177,7 @@ def _run(
     timeout_s: float,
     backend: str | None,
     env: Mapping[str, str] | None,
+    fresh: bool,
     until: Callable[[Sequence[Child]], bool],
 ) -> list[Outcome]:
     import torch.distributed as dist
@@ -189,6 +195,7 @@ def _run(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
     children: list[Child] = []
+    warm: WarmProcess | None = None
     with tempfile.TemporaryDirectory(prefix="distkv-ranks-") as folder:
         try:
             for rank in range(world_size):
@@ -199,12 +206,16 @@ def _run(
                     backend=backend,
                     store_port=store.port,
                     timeout_s=timeout_s,
-                    parent=os.getpid(),
                     module=target.__module__,
                     module_file=getattr(module, "__file__", None),
                     call=call,
                 )
-                children.append(Child(job, Path(folder), _environment(job, token, env)))
+                environment = _environment(job, token, env)
+                if rank == 0 and not fresh and backend != "nccl":
+                    warm = current()
+                    if warm is not None and not warm.ready(environment):
+                        warm = None
+                children.append(Child(job, Path(folder), environment, warm))
             while not until(children) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             return _conclude(children, deadline)
