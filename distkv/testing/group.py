@@ -92,13 +92,13 @@ class SimulatedGroup:
         """``begin_step`` on every rank; ``message(cache)`` builds the message with that rank's chains."""
         self.each(lambda cache: cache.begin_step(message(cache)))
 
-    def end(self) -> list[StepResult | GroupError]:
-        """``end_step`` on every rank: the result, or the group error that it raised."""
-        outcomes: list[StepResult | GroupError] = []
+    def end(self) -> list[StepResult | GroupError | InjectedFault]:
+        """``end_step`` on every rank: the result, or the group error or planted fault that it raised."""
+        outcomes: list[StepResult | GroupError | InjectedFault] = []
         for cache in self.caches:
             try:
                 outcomes.append(cache.end_step())
-            except GroupError as error:
+            except (GroupError, InjectedFault) as error:
                 outcomes.append(error)
         return outcomes
 
@@ -116,10 +116,15 @@ class SimulatedGroup:
                 raise Disagreement(f"rank 0 has {states[0]}, rank {rank} has {state}")
 
 
-def _agreed_state(cache: PrefixCache) -> object:
+def _agreed_state(cache: PrefixCache) -> dict[str, object]:
     running = [
         (s.id, s.cached_tokens, s.seq_len, s.committed, s.reserved, len(s.page_indices), s.chain.tokens.tolist())
         for s in cache.running.values()
     ]
-    return {"running": running, "waiting": cache.waiting_ids, "leftover": cache.leftover, "steps": cache.stats().steps,
-            "collectives": cache.stats().collectives, "epoch": cache.stats().epoch}
+    counters = cache._agreement.counters
+    state = {"running": running, "waiting": cache.waiting_ids, "leftover": cache.leftover, "steps": counters.steps,
+             "collectives": counters.collectives, "epoch": cache._books.epoch}
+    if cache._books.lockstep:
+        state["pages"] = [s.page_indices.tolist() for s in cache.running.values()]
+        state["indexed"] = cache._books.pool.indexed.tobytes()
+    return state

@@ -2,7 +2,10 @@
 
 ``run_schedule(seed)`` is one schedule. It raises at the first thing that is wrong: ranks that decide differently, a
 reservation that cannot be met, a collective that one rank enters and another does not, books that do not add up, a
-matched page with the bytes of another prefix, a request that never runs, anything left behind at the end.
+matched page with the bytes of another prefix, a page that is written while a pass in flight uses it, a request that
+never runs, anything left behind at the end.
+
+About a quarter of the schedules are of groups in lockstep: equal pools, every call at the same place on all ranks.
 """
 
 from __future__ import annotations
@@ -10,102 +13,48 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from distkv.cache import PrefixCache
-from distkv.config import CacheConfig, Config, PoolConfig
-from distkv.errors import GroupError, NoRoom, PeerFailed
-from distkv.keys import Adapter, Fingerprint
-from distkv.request import Message, Request, StepResult
+from distkv.errors import GroupError, NoRoom, PeerFailed, PeerFault
+from distkv.keys import Fingerprint
+from distkv.request import Message, StepResult
 from distkv.sequence import Sequence
-from distkv.testing.group import Disagreement, SimulatedGroup
-
-_STEMS = ([1, 2, 1, 2, 0, 0], [1, 2, 1, 1, 0, 1], [0, 0, 0, 0], [2], [1, 2, 1, 2, 0, 0, 1, 1, 2, 0, 1, 0])
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A request as the schedule wants it; each rank makes its own chain of it."""
-
-    id: str
-    tokens: tuple[int, ...]
-    output_limit: int
-    salt: str | None
-    adapter: Adapter | None
-    cap: int | None
-    read: bool
-    write: bool
-
-    def request(self, cache: PrefixCache) -> Request:
-        chain = cache.chain(list(self.tokens), salt=self.salt, adapter=self.adapter)
-        return Request(id=self.id, chain=chain, output_limit=self.output_limit, matched_cap=self.cap,
-                       read=self.read, write=self.write)
-
-
-@dataclass(slots=True)
-class Bytes:
-    """The modelled content of one rank's pages: the epoch and the whole prefix that each page was written for."""
-
-    of_page: dict[int, object] = field(default_factory=dict)
-
-    @staticmethod
-    def _prefix(sequence: Sequence, page: int, size: int) -> object:
-        chain = sequence.chain
-        return (sequence.epoch, chain.root, tuple(chain.slice(0, (page + 1) * size).tolist()))
-
-    def written(self, sequence: Sequence, first: int, stop: int, size: int) -> None:
-        """Tokens ``first .. stop - 1`` were committed: pages that they fill have their content now."""
-        pages = sequence.page_indices
-        for page in range(first // size, stop // size):
-            self.of_page[int(pages[page])] = self._prefix(sequence, page, size)
-        if stop % size:
-            self.of_page.pop(int(pages[stop // size]), None)
-
-    def expect(self, sequence: Sequence, size: int) -> None:
-        """Every page that the sequence got from the cache has the bytes of its own prefix."""
-        for page in range(sequence.cached_tokens // size):
-            found = self.of_page.get(int(sequence.page_indices[page]))
-            if found != self._prefix(sequence, page, size):
-                raise Disagreement(f"page {page} of {sequence} was matched but holds {found}")
+from distkv.testing.content import Content
+from distkv.testing.group import Disagreement, InjectedFault, SimulatedGroup
+from distkv.testing.plans import PAGE_SIZE, How, Plan, draw_configs
 
 
 class Schedule:
-    """One run. Every draw comes from ``seed``, so a failing seed fails again."""
+    """One run. Every draw comes from ``seed``, so a failing seed fails again.
 
-    def __init__(self, seed: int, steps: int = 60) -> None:
+    ``agreement`` is drawn if it is not given. ``pools``: usable pages of each rank, drawn if they are not given.
+    """
+
+    def __init__(self, seed: int, steps: int = 60, *, agreement: How | None = None,
+                 pools: list[int] | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.steps = steps
-        self.size = 2
-        base = rng.randint(8, 32)
-        self.asynchronous = rng.random() < 0.3
-        cache = CacheConfig(page_size=self.size, index_on=rng.choice(["finish", "fill"]),
-                            queue_slots=rng.choice([1, 2, 4, 8]), heartbeat=rng.choice([1, 4, 64]),
-                            asynchronous=self.asynchronous)
-        self.group = SimulatedGroup(
-            [Config(cache=cache, pool=PoolConfig(pages=base + rng.randint(0, 6), scratch_pages=rng.randint(0, 1)))
-             for _ in range(rng.randint(1, 8))],
-            Fingerprint(model="simulated"),
-        )
+        self.size = PAGE_SIZE
+        self.asynchronous = rng.random() < 0.4
+        self.configs = draw_configs(rng, self.asynchronous, agreement, pools)
+        self.check_every = self.configs[0].cache.check_every
+        self.lockstep = self.configs[0].cache.agreement == "lockstep"
+        self.overlap = rng.choice([0.0, 0.3, 1.0])
+        self.group = SimulatedGroup(self.configs, Fingerprint(model="simulated"))
         self.ranks = list(range(self.group.size))
-        self.bytes = [Bytes() for _ in self.ranks]
+        self.contents = [Content(self.size, self.asynchronous) for _ in self.ranks]
         self.counts: Counter[str] = Counter()
         self.next_id = 0
         self.step_number = 0
         self.version = 0
+        self.over = False
 
     # ---- draws
 
     def plan(self) -> Plan:
-        rng = self.rng
-        tokens = rng.choice(_STEMS) + [rng.randint(0, 1) for _ in range(rng.choice([0, 1, 2, 2, 4, 6]))]
         self.next_id += 1
-        return Plan(
-            id=str(self.next_id if rng.random() < 0.98 else max(1, self.next_id - 2)), tokens=tuple(tokens),
-            output_limit=rng.randint(0, 8) if rng.random() < 0.97 else 200,
-            salt=rng.choice([None] * 6 + ["s"]), adapter=rng.choice([None] * 6 + [Adapter("a")]),
-            cap=rng.choice([None] * 6 + [1, 3]), read=rng.random() < 0.95, write=rng.random() < 0.95,
-        )
+        return Plan.draw(self.rng, self.next_id)
 
     def known_ids(self) -> list[str]:
         cache = self.group.caches[0]
@@ -118,61 +67,107 @@ class Schedule:
         plans = [self.plan() for _ in range(requests)]
         known = self.known_ids()
         aborts = (rng.choice(known),) if known and rng.random() < 0.05 and not quiet else ()
-        version = f"w{self.version + 1}" if rng.random() < 0.01 and not quiet else None
-        self.version += version is not None
+        version = self.new_version() if rng.random() < 0.01 and not quiet else None
         reset = rng.random() < 0.01 and not quiet
         if not quiet:
             self.perturb()
-        faulty = sorted(r for r in self.ranks if rng.random() < 0.02) if rng.random() < 0.3 and not quiet else []
-        for rank in faulty:
-            group.fail_next_begin(rank, rng.randint(0, 2))
+        faulty = self.plant_faults() if not quiet else []
         self.step_number += 1
         group.begin(lambda cache: Message(requests=tuple(p.request(cache) for p in plans), aborts=aborts,
                                           weights_version=version, reset=reset))
         faulty = [r for r in faulty if "match" not in group.caches[r]._books.__dict__]
         for rank in self.ranks:
             group.heal(rank)
+        if rng.random() < 0.4:
+            group.check()
+        outcomes = self.between_and_end(quiet)
+        if faulty and self.lockstep:
+            self.broken(outcomes, faulty)
+            return
+        self.check_outcomes(outcomes, faulty)
+        group.check_agreed()
+        if rng.random() < 0.1:
+            self.grow()
         group.check()
-        self.between_and_end(faulty, quiet)
+
+    def new_version(self) -> str:
+        self.version += 1
+        return f"w{self.version}"
+
+    def plant_faults(self) -> list[int]:
+        """Ranks whose lookups will fail. In lockstep that ends the group, so it is rare there."""
+        rng = self.rng
+        if rng.random() > (0.01 if self.lockstep else 0.3):
+            return []
+        faulty = sorted(r for r in self.ranks if rng.random() < (0.2 if self.lockstep else 0.02))
+        for rank in faulty:
+            self.group.fail_next_begin(rank, rng.randint(0, 2))
+        return faulty
 
     def perturb(self) -> None:
-        """What single ranks lose: failed copies, timing, another policy."""
+        """What single ranks lose, and when passes end: failed copies, timing. In lockstep ranks may not differ."""
+        if self.lockstep:
+            self.retire(self.ranks)
+            return
         for rank in self.ranks:
             if self.rng.random() < 0.06:
                 self.counts["lost"] += self.group.lose_cached_page(rank, self.rng)
             if self.rng.random() < 0.02:
                 self.counts["lost while owned"] += self.group.lose_indexed_page(rank, self.rng)
-            if self.asynchronous and self.rng.random() < 0.6:
-                self.group.caches[rank].retired(self.step_number - self.rng.randint(0, 3))
+            self.retire([rank])
 
-    def between_and_end(self, faulty: list[int], quiet: bool) -> None:
+    def retire(self, ranks: list[int], step: int | None = None) -> None:
+        """On these ranks the passes up to ``step`` have ended, or up to one of the last steps, or none has."""
+        if not self.asynchronous or (step is None and self.rng.random() < 0.4):
+            return
+        step = self.step_number - self.rng.randint(0, 3) if step is None else step
+        for rank in ranks:
+            before = self.group.caches[rank]._books.pool.live
+            self.contents[rank].retired(step)
+            self.group.caches[rank].retired(step)
+            self.counts["pages retired"] += before - self.group.caches[rank]._books.pool.live
+
+    def between_and_end(self, quiet: bool) -> list[StepResult | GroupError | InjectedFault]:
         """Calls that all ranks make in one order, some of which reach some ranks before the end of the step."""
         rng, group = self.rng, self.group
-        if not quiet and rng.random() < 0.03:  # a reset in flight comes at the same moment on all ranks
-            self.counts["reset in flight"] += 1
-            group.each(lambda cache: cache.reset())
+        if not quiet and rng.random() < 0.03:  # a reset or bump in flight comes at the same moment on all ranks
+            version = self.new_version() if rng.random() < 0.5 else None
+            self.counts["reset in flight" if version is None else "bump in flight"] += 1
+            group.each(lambda cache: cache.reset() if version is None else cache.bump(version))
+        if not quiet and rng.random() < 0.1:
+            self.grow()
         calls = [self.abort_call()] if self.known_ids() and rng.random() < 0.15 and not quiet else []
         calls += self.work_calls()
-        splits = [rng.randint(0, len(calls)) for _ in self.ranks]
+        rng.shuffle(calls)
+        before = self.splits(len(calls))
+        if self.lockstep and before[0]:
+            self.retire(self.ranks)
         for rank in self.ranks:
-            for call in calls[: splits[rank]]:
+            for call in calls[: before[rank]]:
                 call(rank)
-            if not quiet and rng.random() < 0.05:
-                self.counts["lost in flight"] += group.lose_indexed_page(rank, rng)
+            if not quiet and not self.lockstep:
+                if rng.random() < 0.05:
+                    self.counts["lost in flight"] += group.lose_indexed_page(rank, rng)
+                self.retire([rank])
         outcomes = group.end()
+        for rank, outcome in enumerate(outcomes):
+            for sequence in outcome.ready if isinstance(outcome, StepResult) else ():
+                self.contents[rank].expect(sequence)
         for rank in self.ranks:
-            if isinstance(outcome := outcomes[rank], StepResult):
-                for sequence in outcome.ready:
-                    self.bytes[rank].expect(sequence, self.size)
-        for rank in self.ranks:
-            for call in calls[splits[rank] :]:
+            for call in calls[before[rank] :]:
                 call(rank)
-        group.check()
-        self.check_outcomes(outcomes, faulty)
-        group.check_agreed()
-        self.grow()
+        return outcomes
 
-    def check_outcomes(self, outcomes: list[StepResult | GroupError], faulty: list[int]) -> None:
+    def splits(self, calls: int) -> list[int]:
+        """How many of the calls each rank makes before the end of the step: all in an engine that overlaps."""
+        if self.rng.random() < self.overlap:
+            self.counts["overlapped"] += 1
+            return [calls] * len(self.ranks)
+        if self.lockstep:
+            return [self.rng.randint(0, calls)] * len(self.ranks)
+        return [self.rng.randint(0, calls) for _ in self.ranks]
+
+    def check_outcomes(self, outcomes: list[StepResult | GroupError | InjectedFault], faulty: list[int]) -> None:
         first = outcomes[0]
         if faulty:
             self.counts["peer failed"] += 1
@@ -181,7 +176,7 @@ class Schedule:
                     raise Disagreement(f"ranks {faulty} failed, but a rank saw {outcome!r}")
             return
         for outcome in outcomes:
-            if isinstance(outcome, GroupError):
+            if not isinstance(outcome, StepResult):
                 raise outcome
             assert isinstance(first, StepResult)
             if (outcome.leftover, outcome.collective) != (first.leftover, first.collective):
@@ -191,6 +186,28 @@ class Schedule:
         self.counts["hits"] += sum(1 for s in first.ready if s.cached_tokens)
         self.counts["refused"] += len(first.refused)
         self.counts["skipped"] += not first.collective
+        if self.lockstep:
+            self.counts["steps in lockstep"] += 1
+            self.counts["collectives in lockstep"] += first.collective
+
+    def broken(self, outcomes: list[StepResult | GroupError | InjectedFault], faulty: list[int]) -> None:
+        """A lookup failed in lockstep: that rank raises it, the others PeerFault, now or in the next step."""
+        self.counts["broken in lockstep"] += 1
+        self.over = True
+        for rank, cache in enumerate(self.group.caches):
+            outcome = outcomes[rank]
+            wanted = InjectedFault if rank == faulty[0] else InjectedFault | PeerFault if rank in faulty else None
+            if not isinstance(outcome, wanted or StepResult | PeerFault):
+                raise Disagreement(f"ranks {faulty} failed in lockstep, but rank {rank} saw {outcome!r}")
+            if self.group.size > 1:
+                try:
+                    cache.begin_step()
+                except PeerFault as error:
+                    if error.failed_rank not in faulty:
+                        raise
+                else:
+                    raise Disagreement(f"ranks {faulty} failed in lockstep, but rank {rank} goes on")
+            cache.close()
 
     # ---- what the engine does
 
@@ -215,6 +232,7 @@ class Schedule:
         if before < sequence.prompt_tokens:
             n = min(rng.randint(1, 3 * self.size), sequence.prompt_tokens - before)
             sequence.open(n)
+            self.launched(rank, sequence, n)
             if before + n == sequence.prompt_tokens:
                 sequence.append([rng.randint(0, 2)])
             sequence.commit(n)
@@ -222,6 +240,7 @@ class Schedule:
             drafted = min(rng.randint(0, 3), limit - before - 1)
             sequence.append([rng.randint(0, 2) for _ in range(drafted)])
             sequence.open(1 + drafted)
+            self.launched(rank, sequence, 1 + drafted)
             accepted = rng.randint(0, drafted)
             sequence.commit(1 + accepted)
             sequence.truncate(drafted - accepted)
@@ -229,12 +248,15 @@ class Schedule:
         else:
             sequence.finish()
             return
-        self.bytes[rank].written(sequence, before - before % self.size, sequence.committed, self.size)
+        self.contents[rank].written(sequence, before - before % self.size, sequence.committed)
+
+    def launched(self, rank: int, sequence: Sequence, n: int) -> None:
+        self.contents[rank].launched(sequence, n, self.step_number)
 
     def grow(self) -> None:
         """A sequence asks for more pages than it was promised: granted from the leftover on all ranks, or on none."""
         running = list(self.group.caches[0].running)
-        if not running or self.rng.random() < 0.9:
+        if not running:
             return
         leftover = self.group.caches[0].leftover
         request_id, pages = self.rng.choice(running), self.rng.randint(1, leftover + 2)
@@ -242,7 +264,6 @@ class Schedule:
         if len(set(granted)) > 1:
             raise Disagreement(f"{pages} more pages were granted on some ranks only: {granted}")
         self.counts["grown" if granted[0] else "not grown"] += 1
-        self.group.check()
 
     @staticmethod
     def _grown(cache: PrefixCache, request_id: str, pages: int) -> bool:
@@ -255,7 +276,10 @@ class Schedule:
     # ---- the whole
 
     def run(self) -> Counter[str]:
+        self.counts["in lockstep" if self.lockstep else "by minimum"] += 1
         for _ in range(self.steps):
+            if self.over:
+                break
             waiting = len(self.group.caches[0].waiting_ids)
             self.step(requests=self.rng.randint(0, 2) if waiting < 6 and self.rng.random() < 0.7 else 0)
         self.drain()
@@ -267,10 +291,10 @@ class Schedule:
             if not self.known_ids():
                 break
             self.step(requests=0, quiet=True)
-            self.group.each(lambda cache: cache.retired(self.step_number))
+            self.retire(self.ranks, self.step_number)
         else:
             raise Disagreement(f"requests {self.known_ids()} did not end")
-        self.group.each(lambda cache: cache.retired(self.step_number))
+        self.retire(self.ranks, self.step_number)
         for cache in self.group.caches:
             cache.check()
             stats = cache.stats()

@@ -1,6 +1,8 @@
 """Each rule of the agreement, switched off: what the negative controls run to see the simulation fail.
 
-A rule is switched off by replacing the one function that holds it, for the length of a ``with``.
+A rule is switched off by replacing the one function that holds it, for the length of a ``with``. Rules of what does not
+exist yet have none here: those of the host tier (a host page promised in a ballot keeps a reader, a read-in that ends
+short is admitted again, loads are opened after all holds are gone) and of forks (the reserve of a shared tail).
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from distkv import ballot as ballots
+from distkv import start
 from distkv.agreement import Agreement
+from distkv.books import Books, Call
 from distkv.entries import NO_PAGES
 from distkv.errors import NoRoom
 
@@ -124,4 +128,50 @@ def agreed_entry() -> Iterator[None]:
         return vector
 
     with _patched(Agreement, "begin", begin):
+        yield
+
+
+@contextmanager
+def no_growth_in_flight() -> Iterator[None]:
+    """The leftover of the last step may be used while a ballot is in flight, which promises the same pages again."""
+    honest = Agreement._new_ballot
+
+    def new_ballot(self: Agreement) -> Any:
+        left = self._leftover
+        ballot = honest(self)
+        self._leftover = left
+        return ballot
+
+    with (_patched(Agreement, "_new_ballot", new_ballot),
+          _patched(Agreement, "leftover", property(lambda self: self._leftover))):  # type: ignore[arg-type]
+        yield
+
+
+@contextmanager
+def live_until_retired() -> Iterator[None]:
+    """Pages of an ended sequence are free at once, although passes that use them are in flight."""
+
+    def release(self: Books, pages: Any, reserved: int) -> None:
+        self.reserved -= reserved
+        self._free(pages)
+
+    with _patched(Books, "release", release):
+        yield
+
+
+def equal_pools() -> Any:
+    """Pools of a group in lockstep are not compared."""
+    return _patched(start, "_POOL", ())  # type: ignore[arg-type]
+
+
+@contextmanager
+def state_in_the_digest() -> Iterator[None]:
+    """In lockstep the digest has the calls alone: neither what was found nor the state of the pages."""
+    honest = Books.note
+
+    def note(self: Books, call: Any, *numbers: int, data: bytes = b"") -> None:
+        if call not in (Call.FOUND, Call.STATE):
+            honest(self, call, *numbers, data=data)
+
+    with _patched(Books, "note", note):
         yield

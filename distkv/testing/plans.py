@@ -1,0 +1,61 @@
+"""What random schedules draw at their start and for each request."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from distkv.cache import PrefixCache
+from distkv.config import CacheConfig, Config, PoolConfig
+from distkv.keys import Adapter
+from distkv.request import Request
+
+PAGE_SIZE = 2
+How = Literal["minimum", "lockstep"]
+_STEMS = ([1, 2, 1, 2, 0, 0], [1, 2, 1, 1, 0, 1], [0, 0, 0, 0], [2], [1, 2, 1, 2, 0, 0, 1, 1, 2, 0, 1, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request as a schedule wants it; each rank makes its own chain of it."""
+
+    id: str
+    tokens: tuple[int, ...]
+    output_limit: int
+    salt: str | None
+    adapter: Adapter | None
+    cap: int | None
+    read: bool
+    write: bool
+
+    def request(self, cache: PrefixCache) -> Request:
+        chain = cache.chain(list(self.tokens), salt=self.salt, adapter=self.adapter)
+        return Request(id=self.id, chain=chain, output_limit=self.output_limit, matched_cap=self.cap,
+                       read=self.read, write=self.write)
+
+    @classmethod
+    def draw(cls, rng: random.Random, number: int) -> Plan:
+        """Mostly of a few stems, so that prompts share pages; now and then the id of another, or too large."""
+        tokens = rng.choice(_STEMS) + [rng.randint(0, 1) for _ in range(rng.choice([0, 1, 2, 2, 4, 6]))]
+        return cls(
+            id=str(number if rng.random() < 0.98 else max(1, number - 2)), tokens=tuple(tokens),
+            output_limit=rng.randint(0, 8) if rng.random() < 0.97 else 200,
+            salt=rng.choice([None] * 6 + ["s"]), adapter=rng.choice([None] * 6 + [Adapter("a")]),
+            cap=rng.choice([None] * 6 + [1, 3]), read=rng.random() < 0.95, write=rng.random() < 0.95,
+        )
+
+
+def draw_configs(rng: random.Random, asynchronous: bool, agreement: How | None,
+                 pools: list[int] | None) -> list[Config]:
+    """One for each rank. ``agreement`` and ``pools`` (usable pages of each rank) are drawn if they are not given."""
+    drawn: How = "lockstep" if rng.random() < 0.25 else "minimum"
+    cache = CacheConfig(page_size=PAGE_SIZE, index_on=rng.choice(["finish", "fill"]),
+                        queue_slots=rng.choice([1, 2, 4, 8]), heartbeat=rng.choice([1, 4, 64]),
+                        agreement=agreement or drawn, check_every=rng.choice([1, 4, 16]), asynchronous=asynchronous)
+    equal = cache.agreement == "lockstep"
+    base, ranks = rng.randint(8, 32), rng.randint(1, 8)
+    pools = pools or [base + (0 if equal else rng.randint(0, 6)) for _ in range(ranks)]
+    scratch = [0 if equal else rng.randint(0, 1) for _ in pools]
+    return [Config(cache=cache, pool=PoolConfig(pages=pages + n, scratch_pages=n))
+            for pages, n in zip(pools, scratch, strict=True)]
