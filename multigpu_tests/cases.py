@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distkv.cache import PrefixCache
 from distkv.config import CacheConfig, Config, PoolConfig
 from distkv.errors import GroupError, PeerFailed
+from distkv.group import Group
 from distkv.keys import Fingerprint
 from distkv.request import Message, Request
 from distkv.sequence import Sequence
@@ -48,11 +49,11 @@ def counted_collectives() -> Iterator[Counter[str]]:
             setattr(dist, name, function)
 
 
-def make_cache(pages: int = 24, **cache: Any) -> PrefixCache:
-    """A small cache over the default process group; ``cache`` are fields of CacheConfig."""
+def make_cache(pages: int = 24, group: Group | None = None, **cache: Any) -> PrefixCache:
+    """A small cache over ``group`` (None: the default process group); ``cache`` are fields of CacheConfig."""
     fields = {"page_size": 4, "queue_slots": 4, **cache}
     config = Config(cache=CacheConfig(**fields), pool=PoolConfig(pages=pages, check=True))
-    return PrefixCache(config, FINGERPRINT, TorchGroup(timeout_s=20.0))
+    return PrefixCache(config, FINGERPRINT, group or TorchGroup(timeout_s=20.0))
 
 
 def _request(cache: PrefixCache, number: int, rng: random.Random) -> Request:
@@ -75,13 +76,13 @@ def _work(sequence: Sequence, rng: random.Random) -> None:
         sequence.finish()
 
 
-def decisions(rank: int, world_size: int, steps: int, uneven: bool) -> dict[str, Any]:
+def decisions(rank: int, world_size: int, steps: int, uneven: bool, group: Group | None = None) -> dict[str, Any]:
     """A random workload, the same on all ranks. ``uneven``: other pool sizes, and cached pages lost on single ranks.
 
     Returns what was decided in every step, the page tables, and how many collectives the steps took.
     """
     rng, unlucky = random.Random(1), random.Random(rank)
-    cache = make_cache(pages=24 + (rank if uneven else 0))
+    cache = make_cache(pages=24 + (rank if uneven else 0), group=group)
     log: list[Any] = []
     tables: list[Any] = []
     needed = number = 0
@@ -125,9 +126,9 @@ def _out_of_memory(*_: Any) -> Any:
     raise MemoryError("no memory for the lookup")
 
 
-def failing_begin(rank: int, world_size: int, faulty: int) -> list[str]:
+def failing_begin(rank: int, world_size: int, faulty: int, group: Group | None = None) -> list[str]:
     """Rank ``faulty`` raises in its second begin; then the group goes on."""
-    cache = make_cache()
+    cache = make_cache(group=group)
     seen = []
     for number in range(3):
         if number == 1 and rank == faulty:
