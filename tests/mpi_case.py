@@ -92,7 +92,8 @@ def main() -> None:
     with launched(layout, 2, 60.0, device="cpu", transport="mpi") as ranks:
         assert isinstance(ranks.cache_group, MpiGroup)
         found = {"layout": vars(layout), **both(ranks), "late": late(ranks), "faulty": faulty(ranks),
-                 "refused": refused(), "sum": int(sum_of(ranks)), "bench": measure_group(MpiGroup(timeout_s=60.0), [7, 300], 5)}
+                 "refused": refused(), "sum": int(sum_of(ranks)),
+                 "bench": measure_group(MpiGroup(timeout_s=60.0), [7, 300], 5)}
         Path(sys.argv[1], f"{ranks.rank}.json").write_text(json.dumps(found))
 
 
