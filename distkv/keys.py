@@ -12,6 +12,8 @@ two different pages never have the same bytes.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ KEY_FUNCTIONS: dict[str, Hash64] = {"xxh3_64": xxhash.xxh3_64_intdigest, "xxh64"
 
 TOKEN_BYTES = 4
 _MAX_TOKEN = 2**31 - 1
+_LITTLE = sys.byteorder == "little"
 _MASK_64 = 2**64 - 1
 _PACK = [struct.Struct(f"<B{n}Q").pack for n in range(16)]
 
@@ -105,6 +108,10 @@ def token_bytes(ids: object) -> bytes | memoryview:
     torch CPU tensor. int32 input is not copied (the result is then a view, valid as long as the input is unchanged).
     Raises KeyNamingError for other types, other shapes, and ids outside 0 .. 2**31 - 1.
     """
+    if type(ids) is list and ids and type(ids[0]) is int and _LITTLE:
+        data = _bytes_of_list(ids)
+        if data is not None:
+            return data
     if isinstance(ids, (str, bytes)):
         raise KeyNamingError(f"token ids are numbers, not {type(ids).__name__}: tokenize the text first")
     if hasattr(ids, "detach"):
@@ -116,20 +123,30 @@ def token_bytes(ids: object) -> bytes | memoryview:
         except TypeError as error:  # bfloat16, sparse, quantised
             raise KeyNamingError(f"token ids must be integers: {error}") from None
     try:
-        array = np.asarray(ids)
+        found = np.asarray(ids)
     except (ValueError, OverflowError) as error:
         raise KeyNamingError(f"token ids must be a flat sequence of integers: {error}") from None
-    if array.ndim != 1:
-        raise KeyNamingError(f"token ids must be one-dimensional, not of shape {array.shape}")
-    if not array.size:
+    if found.ndim != 1:
+        raise KeyNamingError(f"token ids must be one-dimensional, not of shape {found.shape}")
+    if not found.size:
         return b""
-    if array.dtype.kind not in "iu":
-        raise KeyNamingError(f"token ids must be integers, not {array.dtype}")
-    low, high = int(array.min()), int(array.max()) if array.dtype != np.int32 else 0
+    if found.dtype.kind not in "iu":
+        raise KeyNamingError(f"token ids must be integers, not {found.dtype}")
+    low, high = int(found.min()), int(found.max()) if found.dtype != np.int32 else 0
     if low < 0 or high > _MAX_TOKEN:
         raise KeyNamingError(f"token ids must lie in 0 .. {_MAX_TOKEN}, not {low if low < 0 else high}; "
                              "give positions that are not tokens as spans over a placeholder id")
-    return np.ascontiguousarray(array, dtype="<i4").data.cast("B")
+    return np.ascontiguousarray(found, dtype="<i4").data.cast("B")
+
+
+def _bytes_of_list(ids: list[int]) -> bytes | memoryview | None:
+    """Token ids of a list as bytes, without the detour over an int64 array. None: :func:`token_bytes` says why not."""
+    try:
+        numbers = array("i", ids)
+    except (TypeError, OverflowError):
+        return None
+    low = ids[0] if len(ids) == 1 else np.frombuffer(numbers, np.int32).min()
+    return None if low < 0 else memoryview(numbers).cast("B")
 
 
 def tag_of(name: str) -> int:
