@@ -6,7 +6,7 @@ No tolerance: two swapped pages move logits by as much as rounding does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from distkv.engine.record import Recorded, RecordedRequest, Recording
 from distkv.errors import GateFailed
 
-__all__ = ["GateReport", "PageDifference", "compare", "differing_pages"]
+__all__ = ["Difference", "GateReport", "PageDifference", "compare", "differing_pages"]
 
 
 class PageDifference(NamedTuple):
@@ -42,25 +42,52 @@ class PageDifference(NamedTuple):
                 f"{self.pool_page}, token {self.token} ({self.offset} of the page){many}")  # fmt: skip
 
 
+class Difference(NamedTuple):
+    """One difference between two runs. In their order the first is the nearest to the cause, also among ranks."""
+
+    request: int
+    """Number of the request, in the order in which they were compared."""
+    token: int
+    """Position from which on it differs."""
+    layer: int
+    """After all layers: the logits."""
+    rank: int
+    name: str
+    """The request's id."""
+    text: str
+    """What differs, in words."""
+
+    def __str__(self) -> str:
+        return f"request {self.name!r}, rank {self.rank}: {self.text}"
+
+
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """What was compared on this rank. ``differences`` is empty if all bits are the same."""
+    """What was compared on this rank. ``found`` is empty if all bits are the same."""
 
     requests: int
     rows: int
     """Rows of logits."""
     pages: int
     cached_tokens: int
-    differences: tuple[str, ...]
-    differing: frozenset[str] = field(default=frozenset())
-    """Ids of the requests that differ."""
+    found: tuple[Difference, ...] = ()
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """One line each."""
+        return tuple(map(str, self.found))
+
+    @property
+    def differing(self) -> frozenset[str]:
+        """Ids of the requests that differ."""
+        return frozenset(difference.name for difference in self.found)
 
     def raise_if_failed(self) -> None:
         """Raises ``GateFailed`` with the first differences."""
-        if self.differences:
+        if self.found:
             shown = "; ".join(self.differences[:3])
             raise GateFailed(
-                f"{len(self.differences)} difference(s) between the cached run and the uncached one: {shown}",
+                f"{len(self.found)} difference(s) between the cached run and the uncached one: {shown}",
                 self.differences,
             )
 
@@ -86,31 +113,31 @@ def compare(recording: Recording, expected: Mapping[str, Recorded], *, rank: int
 
     ``rank`` is for the texts.
     """
-    differences: list[str] = []
-    differing, rows, pages, cached = set(), 0, 0, 0
-    for name, wanted in expected.items():
+    found: list[Difference] = []
+    rows, pages, cached = 0, 0, 0
+    for number, (name, wanted) in enumerate(expected.items()):
         request = recording.requests[name]
-        where = f"request {name!r}, rank {rank}"
-        found = [f"{where}: {text}" for text in _differences(request, wanted, recording.pool.page_size)]
-        if found:
-            differing.add(name)
-            differences += found
+        found += [
+            Difference(number, token, layer, rank, name, text)
+            for token, layer, text in _differences(request, wanted, recording.pool.page_size)
+        ]
         rows, pages = rows + len(request.logits), pages + len(request.page_ids)
         cached += request.cached_tokens
-    return GateReport(len(expected), rows, pages, cached, tuple(differences), frozenset(differing))
+    return GateReport(len(expected), rows, pages, cached, tuple(sorted(found)))
 
 
-def _differences(request: RecordedRequest, wanted: Recorded, page_size: int) -> Iterator[str]:
+def _differences(request: RecordedRequest, wanted: Recorded, page_size: int) -> Iterator[tuple[int, int, str]]:
+    """(token, layer, text) of each."""
     assert request.kv is not None
     assert wanted.kv is not None
     both = min(len(request.kv), len(wanted.kv))
     if len(request.kv) != len(wanted.kv):
-        yield f"{len(request.kv)} tokens were computed, against {len(wanted.kv)}"
-    for difference in differing_pages(request.kv[:both] != wanted.kv[:both], request.page_ids, page_size):
-        yield difference.text("cached" if difference.page < len(request.origin) else "own")
-    # after the pages, which are what logits differ by
+        yield both, 0, f"{len(request.kv)} tokens were computed, against {len(wanted.kv)}"
+    for found in differing_pages(request.kv[:both] != wanted.kv[:both], request.page_ids, page_size):
+        yield found.token, found.layer, found.text("cached" if found.page < len(request.origin) else "own")
+    layers = request.kv.shape[1]
     if request.logits.keys() != wanted.logits.keys():
-        yield "logits were taken at other positions"
-    for position, value in sorted(request.logits.items()):
+        yield both, layers, "logits were taken at other positions"
+    for position, value in request.logits.items():
         if wanted.logits.get(position, value) != value:
-            yield f"the logits at position {position} differ"
+            yield position, layers, f"the logits at position {position} differ"

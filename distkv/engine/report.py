@@ -123,7 +123,7 @@ def print_report(
     out.line(f"median time to first token: {off_s:.2f} s without the cache, {on_s:.2f} s with it")
     what = f"{counted(report.rows, 'row')} of logits and {counted(report.pages, 'page')} on each rank"
     if differences:
-        out.line(f"bits: {counted(len(differences), 'DIFFERENCE')} in {what}")
+        out.line(f"bits: {counted(len(differences), 'DIFFERENCE', 'DIFFERENCES')} in {what}")
         for line in differences[:5]:
             out.line(f"  {with_titles(line)}")
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distkv.engine import gate
-from distkv.engine.compare import GateReport, compare
+from distkv.engine.compare import Difference, GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.engine import Engine
 from distkv.engine.fuzz import Trial, in_order, random_trial
@@ -22,7 +22,7 @@ from distkv.engine.record import Recorded, RecordedRequest, Recording
 from distkv.engine.report import Output
 from distkv.engine.requests import Prompt
 from distkv.engine.turns import Talk
-from distkv.errors import DistKVError, GroupError, PromptError
+from distkv.errors import ConfigError, DistKVError, GroupError, ModelError, PromptError
 from distkv.torch_group import TorchGroup
 
 __all__ = ["Failed", "Verification"]
@@ -157,7 +157,8 @@ class Verification:
             raise
         except Exception as error:  # told to the other ranks, and handed on
             engine.shutdown(failed=True)
-            self._everyone(2 if isinstance(error, PromptError) else 1, "the end of a run")
+            unusable = isinstance(error, (ConfigError, ModelError, PromptError))
+            self._everyone(2 if unusable else 1, "the end of a run")
             raise
         engine.shutdown()
         self._everyone(0, "the end of a run")
@@ -165,7 +166,7 @@ class Verification:
     # ---- what came of it
 
     def _take(self, what: str, report: GateReport, pages: CacheCheck | None) -> None:
-        found = [*report.differences, *(self._page_texts(pages) if pages is not None else ())]
+        found = [*report.found, *(self._page_differences(pages, report.requests) if pages is not None else ())]
         checked = pages.pages if pages is not None else 0
         told = self._everyone([found[:_SHOWN], len(found), report.cached_tokens, checked], "the outcome of a run")
         counts = self._counts
@@ -179,14 +180,17 @@ class Verification:
         if not total:
             self._out.phase(f"{what}: same bits, {counted(report.cached_tokens, 'token')} from the cache")
             return
-        raise Failed([f"{counted(total, 'DIFFERENCE')} in {what}:",
-                      *(f"  {line}" for lines, *_ in told for line in lines)])  # fmt: skip
+        first = sorted(Difference(*fields) for fields_of_rank, *_ in told for fields in fields_of_rank)
+        raise Failed([f"{counted(total, 'DIFFERENCE', 'DIFFERENCES')} in {what}:",
+                      *(f"  {difference}" for difference in first[:_SHOWN])])  # fmt: skip
 
-    def _page_texts(self, check: CacheCheck) -> Iterable[str]:
-        for difference, tokens in check.differences:
-            name = next((repr(r.id) for r in self._references.values()
-                         if np.array_equal(r.tokens[: len(tokens)], tokens)), "a stranger")  # fmt: skip
-            yield f"cached pages of {name}, rank {self._ranks.rank}: {difference.text()}"
+    def _page_differences(self, check: CacheCheck, number: int) -> Iterable[Difference]:
+        """Those of the pages in the cache, behind those of the requests."""
+        for found, tokens in check.differences:
+            names = (r.id for r in self._references.values() if np.array_equal(r.tokens[: len(tokens)], tokens))
+            name = next(names, "a stranger")
+            text = f"in the cache, {found.text()}"
+            yield Difference(number, found.token, found.layer, self._ranks.rank, name, text)
 
     def conclude(self) -> None:
         """Prints what was compared. Raises ``Failed`` if there was nothing."""

@@ -131,7 +131,7 @@ def _run(
         for number in range(schedules + 1):
             verification.warm(number, seed, last=number == schedules)
         verification.conclude()
-    except PromptError as error:
+    except (PromptError, ModelError) as error:
         out.error(f"distkv: {error}")
         return 2
     except Failed as failed:
@@ -160,10 +160,17 @@ def _talks(
 ) -> list[Talk]:
     if conversations is not None:
         return list(chats(tokenizer, conversations))
-    room = (config.pool.pages - config.pool.scratch_pages) * config.cache.page_size
-    longest = min(model.context, room)
-    return list(random_talks(seed, vocab=model.vocab_size, page_size=config.cache.page_size, longest=longest,
-                             answer=config.engine.output_limit))  # fmt: skip
+    size, answer = config.cache.page_size, config.engine.output_limit
+    room = (config.pool.pages - config.pool.scratch_pages) * size
+    least = 5 * size + answer  # of the longest first turn, and a page more
+    if room < least:
+        pages = -(-least // size)
+        raise ConfigError("pool.pages", f"is too small for random prompts of some pages: they need {pages} usable ones")
+    if model.context < least:
+        raise ModelError(f"the model's context of {model.context} tokens is too short for random prompts of some pages "
+                         f"of {size}; lower cache.page_size")  # fmt: skip
+    return list(random_talks(seed, vocab=model.vocab_size, page_size=size,
+                             longest=min(model.context, room), answer=answer))  # fmt: skip
 
 
 def _say(text: str) -> None:
