@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,73 +13,89 @@ import torch
 from distkv.engine.attention import Batch
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
+from distkv.engine.sampling import Sampling, choose
 from distkv.engine.schedule import Chunk
 from distkv.engine.state import Running
+from distkv.errors import ModelError
 
-__all__ = ["Flight", "Launcher"]
+__all__ = ["Flight", "Landed", "Launcher"]
+
+
+@dataclass(slots=True, eq=False)
+class Landed:
+    """What a forward pass gave."""
+
+    ids: list[np.ndarray]
+    """Token ids of each chunk, int32."""
+    logits: torch.Tensor
+    """``[len(sampled), vocab]``."""
+    tokens: list[int]
+    """The token chosen for each row of logits."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A forward pass that was launched. Its pages belong to it until it has landed, whoever owns them by then."""
+    """A forward pass that was launched. It uses its pages until it has landed, whoever owns them by then."""
 
     step: int
     """Number of the cache's step in which it was launched: what ``cache.retired`` wants once it has landed."""
     chunks: Sequence[Chunk]
     running: list[Running]
-    """The request of each chunk. One that was aborted since is not among the engine's running ones any more."""
-    ids: list[np.ndarray]
+    """The request of each chunk. One that has ended since is not among the engine's running ones any more."""
+    slots: list[np.ndarray]
     tables: list[np.ndarray]
     """Page table of each chunk as it was at the launch."""
     sampled: list[int]
     """Numbers of the chunks whose last token gives a row of logits, in the order of the rows."""
-    wait: Callable[[], torch.Tensor]
-    """Waits for the end and gives the logits, ``[len(sampled), vocab]``; raises what the forward pass raised."""
+    wait: Callable[[], Landed]
+    """Waits for the end of the pass; raises what it raised."""
 
 
 class Launcher:
     """Opens the slots of a batch and launches its forward pass over ``pool``.
 
-    ``asynchronous``: :meth:`launch` returns before the pass has ended. On a GPU that is what launches do anyway, and
-    an event tells when it has ended; on a CPU the pass runs in a thread of the launcher's own, one pass at a time.
+    ``asynchronous``: passes run in a thread of the launcher's own, one after the other as launched, and :meth:`launch`
+    returns at once. A chosen token goes into its request's ``tokens`` before the next pass begins, so that one may be
+    launched which reads it. Raises ``ModelError`` then for a model that is not on the CPU.
     """
 
     def __init__(self, model: Model, pool: KVPool, *, asynchronous: bool) -> None:
+        if asynchronous and model.device.type != "cpu":
+            raise ModelError(f"cache.asynchronous is true, but the model is on {model.device}: this engine runs passes "
+                             "ahead in a thread, and only on the CPU; set it to false")  # fmt: skip
         self.model = model
         self.pool = pool
-        in_thread = asynchronous and model.device.type == "cpu"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distkv-forward") if in_thread else None
-        self._asynchronous = asynchronous
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distkv-forward") if asynchronous else None
 
     def launch(self, chunks: Sequence[Chunk], running: list[Running], step: int) -> Flight:
         """The batch of a checked plan; ``running`` has the request of each chunk."""
-        rows, tables, sampled, keep, at = [], [], [], [], 0
+        slots, tables, sampled, asked = [], [], [], []
         for i, (chunk, request) in enumerate(zip(chunks, running, strict=True)):
-            slots = request.sequence.open(chunk.n)
-            end = chunk.start + chunk.n
+            slots.append(request.sequence.open(chunk.n))
             tables.append(request.sequence.page_indices.copy())
-            rows.append((request.tokens[chunk.start : end].copy(), chunk.start, slots, tables[-1]))
-            at += chunk.n
-            if end == request.known:
+            if chunk.start + chunk.n == request.promised:
                 sampled.append(i)
-                keep.append(at - 1)
-        batch = Batch.build(self.pool, rows, self.model.dtype)
-        return Flight(step, chunks, running, [ids for ids, *_ in rows], tables, sampled, self._start(batch, keep))
-
-    def _start(self, batch: Batch, keep: list[int]) -> Callable[[], torch.Tensor]:
+                asked.append((request.sampling, request.promised))
+                request.promised += 1
+        flight = Flight(step, chunks, running, slots, tables, sampled, lambda: landed)
+        compute = partial(self._compute, flight, asked)
         if self._thread is not None:
-            return self._thread.submit(self.model.forward, batch, keep).result
-        logits = self.model.forward(batch, keep)
-        if not self._asynchronous or logits.device.type != "cuda":
-            return lambda: logits
-        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ended.record()
+            flight.wait = self._thread.submit(compute).result
+        else:
+            landed = compute()
+        return flight
 
-        def wait() -> torch.Tensor:
-            ended.synchronize()
-            return logits
-
-        return wait
+    def _compute(self, flight: Flight, asked: list[tuple[Sampling | None, int]]) -> Landed:
+        chunks, running = flight.chunks, flight.running
+        ids = [r.tokens[c.start : c.start + c.n].copy() for c, r in zip(chunks, running, strict=True)]
+        rows = [(ids[i], c.start, flight.slots[i], flight.tables[i]) for i, c in enumerate(chunks)]
+        ends = np.cumsum([c.n for c in chunks])
+        batch = Batch.build(self.pool, rows, self.model.dtype)
+        logits = self.model.forward(batch, [int(ends[i]) - 1 for i in flight.sampled])
+        tokens = choose(logits, asked)
+        for i, token, (_, position) in zip(flight.sampled, tokens, asked, strict=True):
+            running[i].tokens[position] = token
+        return Landed(ids, logits, tokens)
 
     def close(self) -> None:
         """Waits for what is in flight, and ends the thread."""

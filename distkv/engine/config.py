@@ -66,8 +66,8 @@ class EngineConfig(Section):
 
     overlap: bool = setting(False, agreed=True)
     """Whether the cache's collective runs while the model computes. A request that is admitted then joins the batch of
-    the next step and not of this one, unless nothing else is running. With cache.asynchronous it always does, at no
-    such cost."""
+    the next step and not of this one, unless nothing else is running. With cache.asynchronous a batch is computed
+    meanwhile in any case, and this is of no use."""
 
     batch_invariant: bool = setting(False, agreed=True)
     """Whether a request's bits are the same under any schedule and in any batch: logits and KV memory, so that a

@@ -20,7 +20,7 @@ from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt, check_prompt, checked_fields
 from distkv.engine.schedule import Grid, Scheduler
-from distkv.engine.state import Pending, Said, tell
+from distkv.engine.state import Pending, tell
 from distkv.engine.tensor_parallel import check_group, place_in
 from distkv.errors import DistKVError, DuplicateRequest, MessageError, ModelError
 from distkv.faults import Fault
@@ -42,6 +42,10 @@ class Engine:
     it. All three have the model's ranks, in its order; ``cache_group`` is None only for
     a model on one rank. Raises ``ModelError`` otherwise, and ``ConfigError`` for a pool that the memory cannot hold.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
+
+    The order of a step is told by three settings. Plainly: the cache's step, then a batch. With ``engine.overlap`` the
+    batch comes between begin and end of the cache's step. With ``cache.asynchronous`` a batch is launched while the one
+    before is in flight, before its tokens are known; the groups then have to be three different ones.
     """
 
     def __init__(
@@ -61,6 +65,9 @@ class Engine:
         cache_place = (cache_group.rank, cache_group.size) if cache_group is not None else (0, 1)
         check_group("cache_group", cache_place, (model.tp_rank, model.tp_size))
         check_group("handoff_group", place_in(handoff_group), (model.tp_rank, model.tp_size))
+        if config.cache.asynchronous and model.tp_group is not None and handoff_group is model.tp_group:
+            raise ModelError("cache.asynchronous is true: the model's sums then run in a thread, beside the hand-off "
+                             "and the cache's ballot; give handoff_group and cache_group groups of their own")
         if config.engine.batch_invariant:
             enable(model, handoff_group)
         elif model.query_tiles is not None:
@@ -206,32 +213,35 @@ class Engine:
                 self.closed, self.failed = True, news.failed
                 self._work.close()
                 return self._work.take_ended()
-            said = self._turn(news)
+            self._turn(news)
         except BaseException as error:
             named = self.cache.fail(error, "step")
             self._broken = f"step {self.steps} raised {type(named).__name__}: {named}"
             if named is error:
                 raise
             raise named from error
-        tell(said)
+        tell(self._work.take_said())
         return self._work.take_ended()
 
-    def _turn(self, news: News) -> list[Said]:
+    def _turn(self, news: News) -> None:
         """One step after the hand-over. The cache's collective is in flight from ``begin`` to ``end``."""
         work = self._work
         work.begin(news)
-        if self.cache.asynchronous:  # the last step's pass was in flight meanwhile, and may be still
-            said = work.land()
+        if self.cache.asynchronous:  # the batch of the last step is in flight meanwhile
+            if work.in_flight(new.id for new in news.requests):
+                work.land()  # a name that was used again must not mean two requests
             work.end()
-            if not work.launch():
+            launched = work.launch()
+            work.land(leave=launched)
+            if not launched:
                 self.cache.retired(self.cache.steps)  # nothing is in flight
-            return said
-        if self._overlap and work.launch():
-            said = work.land()
-            work.end()
-            return said
+            return
+        launched = self._overlap and work.launch()
+        work.land()
         work.end()
-        return work.land() if work.launch() else []
+        if not launched:
+            work.launch()
+            work.land()
 
     def close(self) -> None:
         """Gives the cache back. Groups and model stay with whoever made them."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from distkv.cache import PrefixCache
-from distkv.engine.batch import Flight, Launcher
+from distkv.engine.batch import Flight, Landed, Launcher
 from distkv.engine.handoff import NewRequest, News
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, FinishReason
-from distkv.engine.sampling import choose
 from distkv.engine.schedule import Chunk, Runnable, Scheduler
 from distkv.engine.state import ConversationNames, Pending, Running, Said, check_plan, completion
 from distkv.errors import DistKVError, PeerFailed
@@ -53,10 +52,12 @@ class Execution:
         self.pending: dict[str, Pending] = {}
         self.news: dict[str, NewRequest] = {}
         self.running: dict[str, Running] = {}
-        self.flight: Flight | None = None
+        self.flights: deque[Flight] = deque()
+        """Batches that were launched and have not landed, the oldest first."""
         self._launcher = Launcher(model, pool, asynchronous=cache.config.cache.asynchronous)
         self._on_end = on_end
         self._ended: list[Completion] = []
+        self._said: list[Said] = []
 
     # ---- the cache's step
 
@@ -98,50 +99,57 @@ class Execution:
         new = self.news[sequence.id]
         tokens = np.empty(len(new.tokens) + new.output_limit, dtype=np.int32)
         tokens[: len(new.tokens)] = new.tokens
-        self.running[sequence.id] = Running(sequence, tokens, len(new.tokens), new.sampling)
+        self.running[sequence.id] = Running(sequence, tokens, len(new.tokens), len(new.tokens), new.sampling)
         if self.recording is not None:
             self.recording.admitted(sequence.id, new.tokens, sequence.cached_tokens, sequence.page_indices)
 
     # ---- batches
 
     def launch(self) -> bool:
-        """Plans a batch of what runs, and launches it. False if there is nothing to run."""
-        chunks = self.scheduler.plan([_runnable(name, r) for name, r in self.running.items()])
+        """Plans a batch of what runs, and launches it. False if there is nothing to run.
+
+        With batches in flight it runs ahead: of an answer that may end with the token that a batch in flight will give,
+        the next token is computed already. It is dropped if the answer does end there.
+        """
+        runnable = [_runnable(name, r) for name, r in self.running.items() if r.promised < len(r.tokens)]
+        chunks = self.scheduler.plan(runnable)
         if not chunks:
             return False
-        check_plan(chunks, self.running)
+        check_plan(chunks, self.running, ahead=bool(self.flights))
         with self.cache.guard("forward"):
-            self.flight = self._launcher.launch(chunks, [self.running[c.request_id] for c in chunks], self.cache.steps)
+            running = [self.running[chunk.request_id] for chunk in chunks]
+            self.flights.append(self._launcher.launch(chunks, running, self.cache.steps))
         return True
 
-    def land(self) -> list[Said]:
-        """Waits for the batch in flight and commits it; returns who is to be told of which token.
+    def land(self, leave: int = 0) -> None:
+        """Waits for all batches in flight but the last ``leave``, and commits them.
 
-        Of a request that was aborted meanwhile nothing is committed: its tokens are nobody's.
+        Of a request that has ended meanwhile nothing is committed: its tokens are nobody's.
         """
-        flight, self.flight = self.flight, None
-        if flight is None:
-            return []
-        with self.cache.guard("forward"):
-            logits = flight.wait()
-        with self.cache.guard("commit"):
-            return self._commit_all(flight, logits)
+        while len(self.flights) > leave:
+            flight = self.flights.popleft()
+            with self.cache.guard("forward"):
+                landed = flight.wait()
+            with self.cache.guard("commit"):
+                self._commit_all(flight, landed)
 
-    def _commit_all(self, flight: Flight, logits: torch.Tensor) -> list[Said]:
+    def in_flight(self, names: Iterable[str]) -> bool:
+        """Whether one of these requests is in a batch in flight, though it may have ended."""
+        flying = {chunk.request_id for flight in self.flights for chunk in flight.chunks}
+        return not flying.isdisjoint(names)
+
+    def _commit_all(self, flight: Flight, landed: Landed) -> None:
         self.cache.retired(flight.step)
         if self.recording is not None:
-            self.recording.ran(flight.chunks, flight.ids, flight.tables, flight.sampled, logits)
-        asked = [(flight.running[i].sampling, flight.chunks[i].start + flight.chunks[i].n) for i in flight.sampled]
-        tokens = dict(zip(flight.sampled, choose(logits, asked), strict=True))
-        said = []
+            self.recording.ran(flight.chunks, landed.ids, flight.tables, flight.sampled, landed.logits)
+        tokens = dict(zip(flight.sampled, landed.tokens, strict=True))
         for i, chunk in enumerate(flight.chunks):
             if self.running.get(chunk.request_id) is not flight.running[i]:
                 continue
             pending = self.pending[chunk.request_id]
             self._commit(chunk, tokens.get(i))
             if i in tokens and pending.ask is not None and pending.ask.on_token is not None:
-                said.append((pending.ask.on_token, pending, tokens[i]))
-        return said
+                self._said.append((pending.ask.on_token, pending, tokens[i]))
 
     def _commit(self, chunk: Chunk, token: int | None) -> None:
         running = self.running[chunk.request_id]
@@ -151,7 +159,6 @@ class Execution:
             return
         running.sequence.append([token])
         running.sequence.commit(chunk.n)
-        running.tokens[running.known] = token
         running.known += 1
         pending = self.pending[chunk.request_id]
         if pending.first is None:
@@ -189,16 +196,21 @@ class Execution:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_said(self) -> list[Said]:
+        """Who is to be told of which token since the last call."""
+        said, self._said = self._said, []
+        return said
+
     def put_back(self, ended: Sequence[Completion]) -> None:
         """These are given by the next :meth:`take_ended`, first."""
         self._ended = [*ended, *self._ended]
 
     def close(self) -> None:
-        """Waits for the forward pass in flight, whose tokens are dropped."""
+        """Waits for the batches in flight, whose tokens are dropped."""
         self._launcher.close()
-        self.flight = None
+        self.flights.clear()
 
 
 def _runnable(name: str, running: Running) -> Runnable:
-    committed = running.sequence.committed
-    return Runnable(name, committed, running.known, running.known > running.sequence.prompt_tokens)
+    sequence = running.sequence
+    return Runnable(name, sequence.seq_len, running.promised, running.promised > sequence.prompt_tokens)

@@ -106,6 +106,8 @@ class Recording:
         chunks = [chunk._replace(request_id=self._names[chunk.request_id]) for chunk in chunks]
         for i, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
             request = self.requests[chunk.request_id]
+            if request.kv is not None:
+                continue  # launched before its end was known, and dropped
             request.computed.append((number, i))
             new = ids[i][max(0, len(request.tokens) - chunk.start) :]
             if len(new):
@@ -117,6 +119,8 @@ class Recording:
                 self._writers[page].append((number, i))
         for i, row in zip(sampled, logits, strict=True):
             chunk = chunks[i]
+            if self.requests[chunk.request_id].kv is not None:
+                continue
             self.requests[chunk.request_id].logits[chunk.start + chunk.n - 1] = logits_hash(row)
         self.batches.append(RecordedBatch(tuple(chunks), tuple(sampled)))
 

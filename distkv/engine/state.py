@@ -27,11 +27,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """An admitted request. ``tokens`` has room for prompt and answer; the first ``known`` are real."""
+    """An admitted request. ``tokens`` has room for prompt and answer; the first ``known`` are real.
+
+    ``promised``: those, and the ones that passes in flight will give. They can be computed on before they are known.
+    """
 
     sequence: CacheSequence
     tokens: np.ndarray
     known: int
+    promised: int
     sampling: Sampling | None = None
     steps: int = 0
 
@@ -68,7 +72,7 @@ def tell(said: Sequence[Said]) -> None:
             logger.exception("on_token of request %r raised; it is not called again, the request goes on", name)
 
 
-def check_plan(chunks: Sequence[Chunk], running: Mapping[str, Running]) -> None:
+def check_plan(chunks: Sequence[Chunk], running: Mapping[str, Running], *, ahead: bool = False) -> None:
     """Raises ``SequenceError`` unless each chunk is the next one of a request, and its only one.
 
     Slots are handed out in order: any other chunk would put its KV in wrong places.
@@ -80,10 +84,10 @@ def check_plan(chunks: Sequence[Chunk], running: Mapping[str, Running]) -> None:
         if request is None:
             raise SequenceError(f"the scheduler planned {chunk}, but the request is not running")
         committed, opened = request.sequence.committed, request.sequence.seq_len
-        if not committed == opened == chunk.start or not 0 < chunk.n <= request.known - committed:
+        if opened != chunk.start or not 0 < chunk.n <= request.promised - opened:
             raise SequenceError(
                 f"the scheduler planned {chunk}, but of its request {committed} tokens are computed, {opened} opened "
-                f"and {request.known} known"
+                f"and {request.known} known" + f", {request.promised - request.known} more in flight" * ahead
             )
 
 

@@ -252,7 +252,7 @@ def test_an_exception_in_a_batch_breaks_the_engine_and_stores_nothing(
     if target is not None:
         monkeypatch.setattr(*target, fail)
     else:
-        monkeypatch.setattr("distkv.engine.execution.choose", fail)
+        monkeypatch.setattr("distkv.engine.batch.choose", fail)
     with pytest.raises(RuntimeError, match="planted"):
         engine.step()
     monkeypatch.undo()
