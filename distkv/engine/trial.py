@@ -54,6 +54,8 @@ def random_case(
         donor = int(random.integers(0, i)) if i else 0
         most = min(len(tokens[donor]), len(own) - 1) // page_size if i else 0
         shared = int(random.integers(0, most + 1)) if most else 0
+        while 0 < shared <= donors[donor][1]:  # whoever computes these pages is the one to wait for
+            donor = donors[donor][0]
         own[: shared * page_size] = tokens[donor][: shared * page_size] if i else own[:0]
         tokens.append(own)
         donors.append((donor, shared))
