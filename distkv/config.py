@@ -124,6 +124,7 @@ class Config(Section):
     cache: CacheConfig = field(default_factory=CacheConfig)
     """How the cache names, keeps and hands out pages."""
 
+    # A host tier, once there is one, is refused here in lockstep: its copies end at another time on each rank.
     pool: PoolConfig = field(default_factory=PoolConfig)
     """This rank's pages."""
 

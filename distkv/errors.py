@@ -287,13 +287,19 @@ class PeerLost(GroupError):
 
 
 class GroupDivergence(GroupError):
-    """The ranks were not given the same calls in the same order since the last ballot; all raise in one step."""
+    """The ranks were not given the same calls in the same order since the last ballot; all raise in one step.
 
-    def __init__(self, *, rank: int, step: int) -> None:
+    ``lockstep``: since the last digest, or a rank's pages are not in the others' state.
+    """
+
+    def __init__(self, *, rank: int, step: int, lockstep: bool = False) -> None:
+        since = "digest" if lockstep else "ballot"
+        more = ("; in lockstep at the same places between begin_step and end_step, calls of retired included, and no rank "
+                "may lose a page") if lockstep else ""
         super().__init__(
-            f"step {step}: the ranks' histories differ (seen on rank {rank}): since the last ballot the ranks were "
+            f"step {step}: the ranks' histories differ (seen on rank {rank}): since the last {since} the ranks were "
             "not given the same requests, appends, commits, finishes, aborts or bumps in the same order. Every "
-            "call that changes the cache has to come from one ordered message that all ranks apply",
+            f"call that changes the cache has to come from one ordered message that all ranks apply{more}",
             rank=rank,
             step=step,
         )

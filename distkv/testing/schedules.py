@@ -19,7 +19,6 @@ from distkv.cache import PrefixCache
 from distkv.errors import GroupError, NoRoom, PeerFailed, PeerFault
 from distkv.keys import Fingerprint
 from distkv.request import Message, StepResult
-from distkv.sequence import Sequence
 from distkv.testing.content import Content
 from distkv.testing.group import Disagreement, InjectedFault, SimulatedGroup
 from distkv.testing.plans import PAGE_SIZE, How, Plan, draw_configs
@@ -226,13 +225,13 @@ class Schedule:
         sequence = self.group.caches[rank].running.get(request_id)
         if sequence is None:
             return
-        rng = random.Random(seed)
+        rng, content = random.Random(seed), self.contents[rank]
         before = sequence.committed
         limit = sequence.prompt_tokens + sequence.request.output_limit
         if before < sequence.prompt_tokens:
             n = min(rng.randint(1, 3 * self.size), sequence.prompt_tokens - before)
             sequence.open(n)
-            self.launched(rank, sequence, n)
+            content.launched(sequence, n, self.step_number)
             if before + n == sequence.prompt_tokens:
                 sequence.append([rng.randint(0, 2)])
             sequence.commit(n)
@@ -240,7 +239,7 @@ class Schedule:
             drafted = min(rng.randint(0, 3), limit - before - 1)
             sequence.append([rng.randint(0, 2) for _ in range(drafted)])
             sequence.open(1 + drafted)
-            self.launched(rank, sequence, 1 + drafted)
+            content.launched(sequence, 1 + drafted, self.step_number)
             accepted = rng.randint(0, drafted)
             sequence.commit(1 + accepted)
             sequence.truncate(drafted - accepted)
@@ -248,10 +247,7 @@ class Schedule:
         else:
             sequence.finish()
             return
-        self.contents[rank].written(sequence, before - before % self.size, sequence.committed)
-
-    def launched(self, rank: int, sequence: Sequence, n: int) -> None:
-        self.contents[rank].launched(sequence, n, self.step_number)
+        content.written(sequence, before - before % self.size, sequence.committed)
 
     def grow(self) -> None:
         """A sequence asks for more pages than it was promised: granted from the leftover on all ranks, or on none."""

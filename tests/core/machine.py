@@ -30,15 +30,17 @@ class OneRank(RuleBasedStateMachine):
     hash64: ClassVar[Any] = None
 
     @initialize(size=st.integers(1, 4), pages=st.integers(6, 16), scratch=st.integers(0, 1), fill=st.booleans(),
-                slots=st.sampled_from([1, 2, 8]), asynchronous=st.booleans())
-    def start(self, size: int, pages: int, scratch: int, fill: bool, slots: int, asynchronous: bool) -> None:
+                slots=st.sampled_from([1, 2, 8]), asynchronous=st.booleans(), lockstep=st.booleans())
+    def start(self, size: int, pages: int, scratch: int, fill: bool, slots: int, asynchronous: bool,
+              lockstep: bool) -> None:
         self.size, self.fill, self.slots = size, fill, slots
         self.cache = PrefixCache(
             config(pages + scratch, size, scratch, index_on="fill" if fill else "finish", queue_slots=slots,
-                   heartbeat=3, asynchronous=asynchronous),
+                   heartbeat=3, asynchronous=asynchronous, agreement="lockstep" if lockstep else "minimum",
+                   check_every=3),
             FINGERPRINT, hash64=self.hash64,
         )
-        self.asynchronous = asynchronous
+        self.asynchronous, self.lockstep = asynchronous, lockstep
         self.naive = NaiveIndex(pages)
         self.kv = Kv(size)
         self.retiring: deque[tuple[int, list[int]]] = deque()
@@ -143,7 +145,7 @@ class OneRank(RuleBasedStateMachine):
                                     read=read > 0, write=write > 0))
         known = [*self.cache.running, *(r.id for r in self.queue)]
         aborts = [known[aborted]] if aborted is not None and aborted < len(known) else []
-        due = bool(self.queue) or bool(requests)
+        due = bool(self.queue) or bool(requests) or self.lockstep
         version = None
         if reset:
             self.naive.clear()
@@ -349,7 +351,8 @@ def play(machine: type[OneRank], seed: int, steps: int = 150) -> OneRank:
     rng = random.Random(seed)
     run = machine()
     run.start(size=rng.choice([1, 2, 2, 3, 4]), pages=rng.randint(6, 20), scratch=rng.randint(0, 1),
-              fill=rng.random() < 0.5, slots=rng.choice([1, 2, 8]), asynchronous=rng.random() < 0.3)
+              fill=rng.random() < 0.5, slots=rng.choice([1, 2, 8]), asynchronous=rng.random() < 0.3,
+              lockstep=rng.random() < 0.3)
     stems = [[], [0] * 8, [0, 1] * 5, [1] * 3, [0, 1, 0, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1]]
     scopes = [(None, None)] * 8 + [("s", None), (None, Adapter("s")), (None, Adapter("s", 1))]
 

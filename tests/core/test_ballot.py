@@ -84,6 +84,15 @@ def test_equal_digests(digest: int) -> None:
     assert not ballots.diverged(np.minimum.reduce([vector(1, [], digest)] * 3))
 
 
+@pytest.mark.parametrize("digests", [(1, 2), (2**64 - 1, 2**64 - 2), (7, 7, 7)])
+def test_a_digest_alone(digests: tuple[int, ...]) -> None:
+    minimum = np.minimum.reduce([ballots.check(digest) for digest in digests])
+    assert len(minimum) == ballots.ballot_size(0) == len(fault(0, 0))
+    assert ballots.diverged(minimum) is (len(set(digests)) > 1)
+    assert ballots.failed_rank(minimum) is None
+    assert ballots.failed_rank(np.minimum(minimum, fault(1, 0))) == 1
+
+
 def books(pages: int = 16) -> Books:
     return Books(pages, 0, Namer(Fingerprint(model="m"), 2), store_at_fill=False, asynchronous=False)
 
