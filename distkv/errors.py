@@ -294,8 +294,8 @@ class GroupDivergence(GroupError):
 
     def __init__(self, *, rank: int, step: int, lockstep: bool = False) -> None:
         since = "digest" if lockstep else "ballot"
-        more = ("; in lockstep at the same places between begin_step and end_step, calls of retired included, and no rank "
-                "may lose a page") if lockstep else ""
+        more = ("; in lockstep at the same places between begin_step and end_step, retired included, and no rank may "
+                "lose a page") if lockstep else ""
         super().__init__(
             f"step {step}: the ranks' histories differ (seen on rank {rank}): since the last {since} the ranks were "
             "not given the same requests, appends, commits, finishes, aborts or bumps in the same order. Every "
