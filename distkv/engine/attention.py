@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from distkv.engine.pool import KVPool
-from distkv.engine.tiles import Attention, padded_keys
+from distkv.engine.tiles import Attention
 from distkv.errors import ModelError
 
 __all__ = ["ATTENTION_NAME", "Batch", "Span", "paged_attention", "register"]
@@ -139,7 +139,7 @@ def paged_attention(
             continue
         tokens = span.start + span.n
         if distkv.tiled is not None:
-            keys, values = distkv.pool.gather(layer, span.pages, tokens, padded_keys(tokens))
+            keys, values = distkv.pool.gather(layer, span.pages, tokens, distkv.tiled.keys(tokens))
             out[rows] = distkv.tiled(q[rows], keys, values, span.start, scale)
             continue
         keys, values = distkv.pool.gather(layer, span.pages, tokens)

@@ -89,12 +89,16 @@ class Attention:
     sizes: tuple[int, ...] = SIZES
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
+    def keys(self, tokens: int) -> int:
+        """How many keys have to be there for a request of so many tokens."""
+        return padded_keys(tokens)
+
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
     ) -> torch.Tensor:
         """``query`` is ``[n, heads, d]`` at positions ``start ..``; ``keys``, ``values`` ``[tokens, kv_heads, d]``.
 
-        ``tokens`` is at least ``padded_keys(start + n)``; what lies behind the request's tokens has to be finite.
+        ``tokens`` is at least ``self.keys(start + n)``; what lies behind the request's tokens has to be finite.
         Returns ``[n, heads, d]``.
         """
         n = len(query)
