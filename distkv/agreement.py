@@ -22,7 +22,7 @@ from distkv.errors import (
     SequenceError,
 )
 from distkv.keys import tag_of
-from distkv.pages import Pages
+from distkv.pages import Positions
 from distkv.reasons import Reason
 from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
 from distkv.sequence import Sequence
@@ -241,12 +241,12 @@ class Agreement:
         self._leftover = decision.leftover
         return self._result(ready, decision, ballot)
 
-    def _own(self, row: Row, agreed: int) -> Pages:
+    def _own(self, row: Row, agreed: int) -> Positions:
         pages = row.held[:agreed]
         self.books.pool.own(pages)
         return pages
 
-    def _admit(self, row: Row, pages: Pages, void: bool) -> Sequence:
+    def _admit(self, row: Row, pages: Positions, void: bool) -> Sequence:
         pending, books = row.pending, self.books
         reason = self._reason(row, len(pages), void)
         record = RequestRecord(

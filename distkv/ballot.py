@@ -30,7 +30,7 @@ from distkv.chain import KeyChain
 from distkv.encoding import encode as encoded
 from distkv.entries import NO_PAGES, Match
 from distkv.keys import TOKEN_BYTES, tag_of
-from distkv.pages import Pages
+from distkv.pages import Positions
 from distkv.request import Request
 
 Vector = npt.NDArray[np.int64]
@@ -100,7 +100,7 @@ class Row:
 
     pending: Pending
     match: Match
-    held: Pages = field(default_factory=lambda: NO_PAGES)
+    held: Positions = field(default_factory=lambda: NO_PAGES)
     """The matched pages, while this rank holds them: none if it is behind the cap on holds."""
     live: int = 0
 
@@ -118,7 +118,8 @@ class Ballot:
         """Gives back all holds."""
         for row in self.rows:
             held, row.held = row.held, NO_PAGES
-            books.unhold(held)
+            if len(held):
+                books.unhold(held)
 
 
 def within_room(held: int, more: int, room: int) -> bool:

@@ -13,7 +13,7 @@ from distkv.entries import Match
 from distkv.errors import InvariantError, NoRoom
 from distkv.index import PrefixIndex
 from distkv.keys import roll
-from distkv.pages import PagePool, Pages
+from distkv.pages import Ids, PagePool, Pages, positions
 
 
 class Call(IntEnum):
@@ -65,7 +65,7 @@ class Books:
         self.epoch = 0
         self.step = 0
         self.digest = 0
-        self._retiring: deque[tuple[int, Pages]] = deque()
+        self._retiring: deque[tuple[int, Ids]] = deque()
         self.lockstep = lockstep
 
     @property
@@ -115,17 +115,17 @@ class Books:
         self.reserved -= n
         return pages
 
-    def used(self, pages: Pages) -> None:
+    def used(self, pages: Ids) -> None:
         """A match was used: one hit."""
         self.index.recency.tick()
         self.index.recency.touch(pages)
 
-    def store(self, chain: KeyChain, pages: Pages, known: int) -> int:
+    def store(self, chain: KeyChain, pages: Ids, known: int) -> int:
         """Offers committed full pages to the index as one hit. Returns how many of them are in the index now."""
         self.index.recency.tick()
         return self.index.store(chain, pages, known)
 
-    def release(self, pages: Pages, reserved: int) -> None:
+    def release(self, pages: Ids, reserved: int) -> None:
         """A sequence leaves: its reservation ends now, its pages when the forwards that use them have retired."""
         self.reserved -= reserved
         if self.asynchronous:
@@ -140,15 +140,16 @@ class Books:
         while self._retiring and self._retiring[0][0] <= step:
             self._free(self._retiring.popleft()[1])
 
-    def _free(self, pages: Pages) -> None:
+    def _free(self, pages: Ids) -> None:
+        pages = positions(pages)
         self.pool.disown(pages)
         self.index.offer(pages)
 
-    def hold(self, pages: Pages) -> None:
+    def hold(self, pages: Ids) -> None:
         """Keeps matched pages from eviction until ``unhold``."""
         self.pool.hold(pages)
 
-    def unhold(self, pages: Pages) -> None:
+    def unhold(self, pages: Ids) -> None:
         """Lets go of held pages; those that nobody else has may be evicted again."""
         self.pool.unhold(pages)
         self.index.offer(pages)

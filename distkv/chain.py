@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from struct import iter_unpack
+from struct import Struct
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class Namer:
         self.page_size = page_size
         self.key_function = key_function
         self.hash64 = hash64 or KEY_FUNCTIONS[key_function]
+        self.pages_of = Struct(f"{TOKEN_BYTES * page_size}s").iter_unpack
+        """The pages of a buffer, one after another, as ``(bytes,)``."""
         self.identity = encode("distkv-1", *(f for pair in asdict(fingerprint).items() for f in pair), page_size)
 
     def root(self, adapter: Adapter | None, salt: str | None) -> bytes:
@@ -136,6 +138,8 @@ class KeyChain:
     def spans(self) -> tuple[Span, ...]:
         """The spans that lie in this chain."""
         spans = self._log.spans
+        if not spans:
+            return ()
         return tuple(spans[: bisect_left(spans, self._length, key=lambda s: s.start)])
 
     @property
@@ -270,7 +274,7 @@ class KeyChain:
         """Names the pages ``first .. end - 1``, which have no extras, behind ``key``. Returns the last key."""
         log, size, hash64 = self._log, TOKEN_BYTES * self.namer.page_size, self.namer.hash64
         with memoryview(log.tokens) as view, view[first * size : end * size] as new:
-            log.keys += [key := hash64(page, key) for (page,) in iter_unpack(f"{size}s", new)]
+            log.keys += [key := hash64(page, key) for (page,) in self.namer.pages_of(new)]
         return key
 
     def _touched(self, first: int, end: int) -> list[int]:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from distkv.chain import KeyChain
 from distkv.errors import InvariantError
 from distkv.keys import TOKEN_BYTES, Adapter
-from distkv.pages import Pages, one_by_one, positions
+from distkv.pages import Ids, Positions, one_by_one, positions
 from distkv.runs import Root, Run
 
-NO_PAGES: Pages = np.zeros(0, np.int32)
+NO_PAGES: Positions = np.zeros(0, np.intp)
 _TAIL = 4
 
 
@@ -27,8 +27,8 @@ _TAIL = 4
 class Match:
     """The longest indexed prefix of a chain, verified. Owns nothing: own or hold ``pages`` before the next call."""
 
-    pages: Pages = field(default_factory=lambda: NO_PAGES)
-    """Device pages, int32 [n], in chain order. Read-only."""
+    pages: Positions = field(default_factory=lambda: NO_PAGES)
+    """Device pages, intp [n], in chain order. Not to be modified."""
     leaf: Run | None = None
     """The run of the last page."""
     used: int = 0
@@ -45,7 +45,7 @@ class CachedPrefix(NamedTuple):
 
     tokens: npt.NDArray[np.int32]
     """int32 [pages * page_size]."""
-    pages: Pages
+    pages: Ids
     """Device pages, int32, in chain order. Other prefixes may share the leading ones."""
     adapter: Adapter | None
     salt: str | None
@@ -75,7 +75,7 @@ class Entries:
         slot = self._run_of[page]
         return self.runs[slot] if slot >= 0 else None
 
-    def last_run_of(self, pages: Pages) -> Run | None:
+    def last_run_of(self, pages: Ids) -> Run | None:
         """The run of the last of the pages that is indexed; None if none is."""
         for page in pages[: -_TAIL - 1 : -1].tolist():  # a sequence has one or few pages behind its full ones
             run = self.run_with(page)
@@ -143,7 +143,7 @@ class Entries:
         if run.identity != chain.root:
             return None
         parts.reverse()
-        return Match(np.frombuffer(b"".join(parts), np.int32), leaf, used)
+        return Match(positions(np.frombuffer(b"".join(parts), np.int32)), leaf, used)
 
     def _walked(self, chain: KeyChain, n: int) -> Match:
         """The longest verified prefix, page by page from the root: after a collision of the 64-bit keys."""
@@ -162,7 +162,7 @@ class Entries:
             last = run
         if not pages or not isinstance(last, Run):
             return Match()
-        return Match(np.array(pages, np.int32), last, len(pages) - last.start)
+        return Match(np.array(pages, np.intp), last, len(pages) - last.start)
 
     def _same_page(self, chain: KeyChain, run: Run, offset: int) -> bool:
         at, position = offset * self.page_bytes, run.start + offset
@@ -195,7 +195,7 @@ class Entries:
         parent.children[run.slot] = run
         return run
 
-    def enterable(self, keys: list[int], pages: Pages) -> int:
+    def enterable(self, keys: list[int], pages: Ids) -> int:
         """How many leading ones of the keys name nothing yet, and name pages that no entry has."""
         named = self.run_of_key
         if not np.count_nonzero(self.run_of[positions(pages)] >= 0):
@@ -209,14 +209,14 @@ class Entries:
             seen.add(key)
         return len(keys)
 
-    def append(self, chain: KeyChain, found: Match, pages: Pages) -> Run:
+    def append(self, chain: KeyChain, found: Match, pages: Ids) -> Run:
         """Enters the chain's pages behind the match, whose bytes lie in ``pages``: all of them are enterable."""
         run, first = self.run_to_extend(chain, found), len(found)
         run.append(chain, first, pages)
         self._name(run, pages, chain.keys[first : first + len(pages)])
         return run
 
-    def _name(self, run: Run, pages: Pages, keys: list[int]) -> None:
+    def _name(self, run: Run, pages: Ids, keys: list[int]) -> None:
         self.run_of_key.update(dict.fromkeys(keys, run))
         self.run_of[positions(pages)] = run.slot
 
@@ -226,7 +226,7 @@ class Entries:
         self.runs.append(None)
         return len(self.runs) - 1
 
-    def remove(self, run: Run, keep: int) -> tuple[Pages, list[int], Run | Root]:
+    def remove(self, run: Run, keep: int) -> tuple[Ids, list[int], Run | Root]:
         """Takes the entries behind the first ``keep`` off a run without children, and the run too if none is left.
 
         Returns their pages and keys, and the run (or root) that ends here now.
@@ -301,11 +301,11 @@ class Entries:
         return found
 
 
-def path_to(leaf: Run, used: int) -> Pages:
+def path_to(leaf: Run, used: int) -> Positions:
     """The pages from the root to entry ``used - 1`` of ``leaf``."""
     parts = [leaf.pages[:used]]
     above = leaf.parent
     while isinstance(above, Run):
         parts.append(above.pages)
         above = above.parent
-    return np.frombuffer(b"".join(reversed(parts)), np.int32)
+    return positions(np.frombuffer(b"".join(reversed(parts)), np.int32))

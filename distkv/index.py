@@ -7,7 +7,7 @@ import numpy as np
 from distkv.chain import KeyChain
 from distkv.entries import Entries, Match, path_to
 from distkv.errors import InvariantError
-from distkv.pages import PagePool, Pages, positions
+from distkv.pages import Ids, PagePool, positions
 from distkv.policy import LeastRecent
 from distkv.reasons import Memory
 from distkv.runs import Root, Run
@@ -39,13 +39,13 @@ class PrefixIndex:
 
     # ---- storing
 
-    def store(self, chain: KeyChain, pages: Pages, known: int = 0) -> int:
+    def store(self, chain: KeyChain, pages: Ids, known: int = 0) -> int:
         """Offers the chain's first ``len(pages)`` pages; first writer wins. Returns how many are in the index then.
 
         ``known``: so many leading pages were in the index when the caller last looked, which saves verifying them
         again if the last of them is still the same page. The pages must be owned by the caller, full and committed.
         """
-        n = len(pages)
+        n, pages = len(pages), positions(pages)
         found = self._still_known(chain, pages, known) or self.entries.match(chain, n)
         m = len(found)
         self.collisions += found.collided
@@ -55,7 +55,7 @@ class PrefixIndex:
         self.recency.touch(pages[len(found) : m])
         return m
 
-    def _still_known(self, chain: KeyChain, pages: Pages, known: int) -> Match | None:
+    def _still_known(self, chain: KeyChain, pages: Ids, known: int) -> Match | None:
         """The caller owns ``pages``, so an entry that still names the last known one has the caller's content."""
         if not known or (known < len(pages) and chain.keys[known] in self.entries.run_of_key):
             return None
@@ -64,7 +64,7 @@ class PrefixIndex:
             return None
         return Match(path_to(entry[0], entry[1] + 1), entry[0], entry[1] + 1)
 
-    def _append(self, chain: KeyChain, pages: Pages, found: Match) -> int:
+    def _append(self, chain: KeyChain, pages: Ids, found: Match) -> int:
         """Enters the pages behind the match, up to the first key that names another page already."""
         first = len(found)
         new = pages[first:]
@@ -83,7 +83,7 @@ class PrefixIndex:
 
     # ---- release
 
-    def offer(self, pages: Pages) -> None:
+    def offer(self, pages: Ids) -> None:
         """The caller has let go of ``pages`` of one chain: if the last indexed one ends a run, it may be evicted."""
         self._offer_tail(self.entries.last_run_of(pages))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from distkv.chain import KeyChain
 from distkv.keys import TOKEN_BYTES, Adapter
-from distkv.pages import Pages
+from distkv.pages import Ids, Pages
 
 
 class Root:
@@ -79,12 +79,12 @@ class Run:
             mine = {i: data for i, data in mine.items() if i < end}
         return len(mine) == chain.count_extras(self.start, end) and mine.items() <= chain.extras.items()
 
-    def append(self, chain: KeyChain, first: int, pages: Pages) -> None:
+    def append(self, chain: KeyChain, first: int, pages: Ids) -> None:
         """Adds the chain's pages ``first .. first + len(pages) - 1``, whose bytes lie in ``pages``."""
         size = TOKEN_BYTES * chain.namer.page_size
         stop = first + len(pages)
         self.tokens += chain.buffer[first * size : stop * size]
-        self.pages.frombytes(pages.tobytes())
+        self.pages.frombytes(pages.astype(np.int32).tobytes())
         self.keys += chain.keys[first:stop]
         if chain.count_extras(first, stop):
             if self.extras is None:

@@ -11,7 +11,7 @@ from distkv.books import Books, Call
 from distkv.chain import KeyChain
 from distkv.errors import SequenceError
 from distkv.keys import TOKEN_BYTES, tag_of, token_bytes
-from distkv.pages import Pages
+from distkv.pages import Ids, Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ class Sequence:
     in ``chain`` or stored in the index. Every call is the same on all ranks, in the same order.
     """
 
-    def __init__(self, books: Books, request: Request, chain: KeyChain, matched: Pages, total: int,
+    def __init__(self, books: Books, request: Request, chain: KeyChain, matched: Ids, total: int,
                  record: RequestRecord, on_end: Callable[[Sequence], None]) -> None:
         """Takes over one owner count of each ``matched`` page and ``total - len(matched)`` reserved pages."""
         self.id = request.id
