@@ -45,8 +45,8 @@ class Watchdog:
     """Watches one group from one rank, from :meth:`start` to :meth:`close`. Owns its two threads, and ``store``.
 
     ``store`` must be used by nobody else in this process, because a call of it may block; its keys must be new. All
-    ranks start theirs at about the same time. ``limit_s``: a rank is silent after so long without a beat (at least four
-    of its own intervals). ``beat_s``: the interval between beats.
+    ranks start theirs at about the same time. ``limit_s``: so long without a beat, and one interval of its own more (at
+    least four), and a rank is taken for stopped. ``beat_s``: the interval between beats.
     """
 
     def __init__(self, store: BeatStore, board: FaultBoard, rank: int, size: int, *, limit_s: float,
@@ -191,12 +191,14 @@ class Watchdog:
         """Reports a rank that was silent for too long, unless there is a fault already."""
         for peer in self._peers:
             beat = self._beats[peer]
-            limit = max(self.limit_s, 4 * _interval_of(beat))
+            # the last beat may have been one interval old when the rank stopped: whoever pauses for the limit is safe
+            interval = _interval_of(beat)
+            limit = max(self.limit_s + interval, 4 * interval)
             if self._quiet[peer] <= limit or self._board.fault is not None:
                 continue
             step = self._last_step(peer)
-            text = (f"rank {peer} is stopped, stuck or gone{_by(step)}: no sign of life for {limit:g} s, which is "
-                    "group.timeout_s")
+            text = (f"rank {peer} is stopped, stuck or gone{_by(step)}: no sign of life for {limit:g} s "
+                    f"(group.timeout_s is {self.limit_s:g})")
             fault = Fault(rank=peer, step=step, kind=SILENT, text=text, seen_by=self._rank, seconds=limit)
             self._hear(self._store.compare_set("fault", _NO_FAULT, fault.encode()))
 

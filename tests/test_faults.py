@@ -194,6 +194,8 @@ class Watched:
             board.step = 10 + rank
             board.on_fault(lambda _, told=told: told.set())
             dog.start()
+        while any(dog._missing for dog in self.dogs):
+            assert not any(told.wait(0.01) for told in self.told)
 
     def wait(self, ranks: Sequence[int]) -> list[Fault | None]:
         for rank in ranks:

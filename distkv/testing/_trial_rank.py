@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -28,14 +29,18 @@ from distkv.engine.requests import Prompt
 from distkv.errors import GroupError
 from distkv.sequence import Sequence
 
-__all__ = ["LAYERS", "VOCAB", "Kind", "Planted", "Report", "Trial", "main"]
+__all__ = ["HARMLESS", "LAYERS", "VOCAB", "Kind", "Planted", "Report", "Trial", "main"]
 
-Kind = Literal["kill", "stop", "forward", "commit"]
+Kind = Literal["kill", "stop", "forward", "commit", "pause", "gil"]
 Place = Literal["layer", "commit", "between"]
+
+HARMLESS: frozenset[Kind] = frozenset({"pause", "gil"})
+"""A rank that is slow, for half of the deadline: stopped and continued, or with Python's lock held. No fault."""
 
 VOCAB = 128
 LAYERS = 2
 _JOIN_S = 120.0
+_STEPS_AFTER = 20  # of a pause, which is no fault
 _PAGE = 16
 
 
@@ -62,7 +67,8 @@ class Planted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a rank ended. ``failed_rank``: whom its error names; ``threads``: of ours, left when the group was closed."""
+    """How a rank ended; ``error`` is empty if it was shut down. ``failed_rank``: whom its error names; ``threads``: of
+    ours, left when the group was closed."""
 
     rank: int
     error: str
@@ -82,17 +88,19 @@ def main(rank: int, trial: Trial, folder: Path, port: int) -> None:
                           timeout=timedelta(seconds=_JOIN_S))  # fmt: skip
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.ranks, timeout=timedelta(seconds=_JOIN_S))
     groups = make_groups(trial.ranks, trial.timeout_s)
+    error: BaseException | None = None
     try:
         _serve(rank, trial, folder, groups)
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is what the trial looks at)
-        at = time.monotonic()
-        groups[2].close()
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("distkv-")]
-        report = Report(
-            rank=rank, error=type(error).__name__, text=str(error), named=isinstance(error, GroupError),
-            failed_rank=getattr(error, "failed_rank", None), at=at, threads=left,
-        )  # fmt: skip
-        (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
+    except Exception as raised:  # noqa: BLE001  (whatever it is, it is what the trial looks at)
+        error = raised
+    at = time.monotonic()
+    groups[2].close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("distkv-beat", "distkv-watch"))]
+    report = Report(
+        rank=rank, error=type(error).__name__ if error is not None else "", text=str(error or ""),
+        named=isinstance(error, GroupError), failed_rank=getattr(error, "failed_rank", None), at=at, threads=left,
+    )  # fmt: skip
+    (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
 
 
 def _serve(rank: int, trial: Trial, folder: Path, groups: tuple[Any, Any, Any]) -> None:
@@ -110,17 +118,17 @@ def _serve(rank: int, trial: Trial, folder: Path, groups: tuple[Any, Any, Any]) 
     dist.barrier(group=handoff_group)  # from here on the deadlines count
     if rank == trial.victim:
         _plant(engine, trial, folder)
-    if rank:
-        while True:
-            _between(rank, trial, engine, folder)
-            engine.step()
     random = np.random.default_rng(trial.seed)
     asked = 0
-    while True:
-        while asked < 2 * engine.steps + 2 and asked < 1000:
+    while not engine.closed:
+        while rank == 0 and asked < 2 * engine.steps + 2:
             engine.submit(Prompt(tokens=random.integers(3, VOCAB, int(random.integers(4, 50))).astype(np.int32)))
             asked += 1
-        _between(rank, trial, engine, folder)
+        if rank == trial.victim and trial.place == "between" and engine.steps == trial.step:
+            _strike(trial, folder)
+        if rank == 0 and trial.kind in HARMLESS and engine.steps > trial.step + _STEPS_AFTER:
+            engine.shutdown()
+            return
         engine.step()
 
 
@@ -143,13 +151,15 @@ def _plant(engine: Engine, trial: Trial, folder: Path) -> None:
         Sequence.commit = in_commit  # type: ignore[method-assign]
 
 
-def _between(rank: int, trial: Trial, engine: Engine, folder: Path) -> None:
-    if rank == trial.victim and trial.place == "between" and engine.steps == trial.step:
-        _strike(trial, folder)
-
-
 def _strike(trial: Trial, folder: Path) -> None:
+    if trial.kind in HARMLESS and (folder / "struck").exists():
+        return  # a place may be passed more than once in a step, and goes on after this
     (folder / "struck").write_text(repr(time.monotonic()))
-    if trial.kind in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if trial.kind == "kill" else signal.SIGSTOP)
-    raise Planted(f"planted in {trial.place}")
+    if trial.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif trial.kind in ("stop", "pause"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif trial.kind == "gil":
+        ctypes.PyDLL(None).usleep(int(trial.timeout_s / 2 * 1e6))  # PyDLL does not let go of the lock
+    else:
+        raise Planted(f"planted in {trial.place}")

@@ -2,8 +2,10 @@
 
 In each trial an engine answers requests on several ranks, and on a random rank, in a random step, the process is killed
 (kill -9) or stopped (SIGSTOP), or the forward pass or commit raises. Every other rank has to end with a named error
-within the deadline + 2 s, and its process has to end by itself. Half of the trials have the group's store on rank 0,
-half outside of the ranks, as with torchrun. Prints a table; exit code 1 if a trial went wrong, and which.
+within the deadline + 2 s, and its process has to end by itself. Two more kinds are no faults, and the group has to go
+on: a process that is stopped for half of the deadline (pause), or holds Python's lock for so long (gil). About half of
+the trials have the group's store on rank 0, the others outside of the ranks, as with torchrun. Prints a table; exit
+code 1 if a trial went wrong, and which.
 
 The model is a Llama of two layers with random weights. Each trial has processes of its own. Linux.
 """
@@ -15,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -28,7 +31,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from distkv.testing._trial_rank import LAYERS, VOCAB, Kind, Report, Trial
+from distkv.testing._trial_rank import HARMLESS, LAYERS, VOCAB, Kind, Report, Trial
 from distkv.testing._trial_rank import main as rank_main
 
 __all__ = ["Result", "main", "random_model", "random_trial", "run_trial"]
@@ -122,6 +125,9 @@ def _judge(trial: Trial, place: Path, ranks: Sequence[ForkServerProcess]) -> Res
         return Result(trial, [], 0.0, 0.0, ["the fault did not come: " + _logs(place)])
     at = float(struck.read_text())
     limit = trial.timeout_s + _MARGIN_S
+    if trial.kind == "pause":
+        time.sleep(trial.timeout_s / 2)
+        os.kill(ranks[trial.victim].pid or 0, signal.SIGCONT)
     for process in others:
         process.join(max(0.0, at + limit + _EXIT_S - time.monotonic()))
     exit_s = time.monotonic() - at
@@ -150,6 +156,8 @@ def _wrong(trial: Trial, report: Report, at: float) -> list[str]:
     keeper = trial.store_on_rank_0 and trial.victim == 0  # then nobody can tell who else is alive
     if report.threads and not (keeper and trial.kind == "stop"):  # a call of a store that is stopped cannot be ended
         wrong.append(f"{who}: threads were left: {report.threads}")
+    if trial.kind in HARMLESS:
+        return [*wrong, f"{who}, though it was no fault"] if report.error else wrong
     if report.rank == trial.victim:
         return wrong if report.error == "Planted" else [*wrong, f"{who}, not its own exception"]
     if not report.named:
@@ -180,12 +188,13 @@ def table(results: Sequence[Result]) -> str:
         if not mine:
             continue
         reports = [(result.trial, report) for result in mine for report in result.reports]
-        errors = Counter(report.error for _, report in reports)
+        errors = Counter(report.error or "none" for _, report in reports)
         named = sum(report.failed_rank == trial.victim for trial, report in reports)
+        of = "-" if kind in HARMLESS else f"{named} of {len(reports)}"
         wrong = sum(bool(result.problems) for result in mine)
         slowest, ended = max(result.slowest_s for result in mine), max(result.exit_s for result in mine)
         shown = ", ".join(f"{name} {n}" for name, n in errors.most_common())
-        lines.append(f"| {kind} | {len(mine)} | {wrong} | {shown} | {named} of {len(reports)} | {slowest:.2f} "
+        lines.append(f"| {kind} | {len(mine)} | {wrong} | {shown} | {of} | {slowest:.2f} "
                      f"| {ended:.2f} |")  # fmt: skip
     return "\n".join(lines)
 
