@@ -87,15 +87,15 @@ def _check_origins(request: RecordedRequest, recording: Recording, rank: int) ->
         for place in origin:
             chunk = recording.batches[place[0]].chunks[place[1]]
             low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, end)
+            writer = recording.requests[chunk.request_id]
+            if low != at or high <= low or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
+                break
             if (chunk.start, chunk.start + chunk.n) != (low, high):
                 raise GateFailed(
                     f"request {request.id!r}, rank {rank}: page {page} came from the cache and was filled by tokens "
                     f"{chunk.start} to {chunk.start + chunk.n - 1} of {chunk.request_id!r}: under the same schedule "
                     "only pieces within one page can be computed again"
                 )
-            writer = recording.requests[chunk.request_id]
-            if low != at or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
-                break
             at = high
         if at != end:
             raise GateFailed(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from distkv.engine.engine import Engine
 from distkv.engine.model import load_model
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
-from distkv.engine.schedule import Chunk, Replay
+from distkv.engine.schedule import Chunk, Grid, Replay, Runnable
 from distkv.errors import GateFailed, GroupTimeout
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny
@@ -178,6 +177,15 @@ def test_a_page_table_with_another_requests_page_is_refused(folders: Folders) ->
         checked(engine)
 
 
+def test_pages_filled_by_pieces_across_their_end_are_refused(folders: Folders) -> None:
+    engine = tiny.engine(tiny.config(folders("llama", 4)), scheduler=Grid(chunk_tokens=24, batch_tokens=64))
+    prompt = tiny.tokens(70, 1)
+    for name in ("first", "second"):
+        engine.generate([Prompt(tokens=prompt, id=name)])
+    with pytest.raises(GateFailed, match=r"'second'.* page 0 .* by tokens 0 to 23 of 'first': .* within one page"):
+        checked(engine)
+
+
 def test_nothing_cached_is_an_error_and_not_a_success(folders: Folders) -> None:
     engine = tiny.engine(tiny.config(folders("llama", 4)))
     engine.generate([Prompt(tokens=tiny.tokens(70, 1))])
@@ -213,24 +221,26 @@ def test_an_id_that_is_used_again_names_two_requests(folders: Folders) -> None:
 
 @pytest.mark.parametrize("start", [0, 16, 64])
 def test_a_piece_that_nobody_computed_is_found(folders: Folders, start: int) -> None:
-    engine = tiny.engine(tiny.config(folders("llama", 4)))
-    run, skipped = engine._run, []
+    skipped = []
 
-    def skipping(chunks: list[Chunk]) -> Any:
+    class Skipping(Grid):
         """Commits one piece of the prompt without computing it."""
-        if chunks[0].start == start and not skipped:
+
+        def plan(self, running: Sequence[Runnable]) -> list[Chunk]:
+            chunks = super().plan(running)
+            if not chunks or chunks[0].start != start or skipped:
+                return chunks
             skipped.append(chunks[0])
-            sequence = engine._work.running["a"].sequence
+            sequence = engine.cache.running["a"]
             sequence.open(chunks[0].n)
             sequence.commit(chunks[0].n)
             return []
-        return run(chunks)
 
-    engine._run = skipping  # type: ignore[method-assign, assignment]
+    scheduler = Skipping(chunk_tokens=tiny.PAGE, batch_tokens=64)
+    engine = tiny.engine(tiny.config(folders("llama", 4)), scheduler=scheduler)
     prompt = tiny.tokens(87, 1)
     for name in ("a", "b"):
         engine.generate([Prompt(tokens=prompt, id=name)])
-    engine._run = run  # type: ignore[method-assign]
     assert skipped
     with pytest.raises(GateFailed, match=rf"request 'a', rank 0: tokens {start} to {start + 15} were never computed"):
         gate.recompute(engine.model, recording_of(engine), ["a"])
