@@ -28,9 +28,12 @@ from distkv.watchdog import BeatStore, Watchdog
 __all__ = ["MpiGroup", "mpi"]
 
 _NAME_BYTES = 8
-_SPIN_S = 20e-6  # a minimum among ranks that are all there takes a few microseconds; giving the core away costs more
-_YIELD_S = 5e-3  # so long the core is offered to whoever wants it, another rank perhaps
-_SLEEP_S = 200e-6  # and then given away
+_SPIN_S = 200e-6  # a minimum among ranks that are all there takes 10 us, and a nap 50 at least
+_SPIN_CROWDED_S = 20e-6  # unless the rank that is waited for needs this very core
+_NAP_S = 20e-6
+_LONG_S = 5e-3  # after so long it is another rank's computing that is waited for
+_LONG_NAP_S = 200e-6
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def mpi() -> Any:
@@ -45,11 +48,23 @@ def mpi() -> Any:
     return MPI
 
 
+def _ranks_here(size: int) -> int:
+    """How many of ``size`` ranks run on this host, as mpirun says; all, if it does not."""
+    return next((int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()), size)
+
+
+def _cores() -> int:
+    """Cores for the ranks of this host. A launcher that binds each rank to a core of its own leaves one to see."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return mine if mine > 1 else os.cpu_count() or 1
+
+
 class MpiGroup(Group):
     """The ranks of one MPI communicator, which stays the caller's and is neither duplicated nor freed.
 
-    One Iallreduce per step and one exchange at start; nobody else may use the communicator meanwhile. Waiting polls:
-    it spins for as long as a minimum usually takes, then offers the core, then sleeps, until the deadline.
+    One Iallreduce per step and one exchange at start; nobody else may use the communicator meanwhile. Waiting polls: it
+    spins for as long as a minimum usually takes, and then naps between two looks, until the deadline. Where ranks share
+    cores it naps almost at once, because the rank that is waited for needs the core.
     """
 
     backend = "mpi"
@@ -70,6 +85,7 @@ class MpiGroup(Group):
         self._beat_s: float | None = None
         self._watchdog: Watchdog | None = None
         self._close: weakref.finalize[[], MpiGroup] | None = None
+        self._spin_s = _SPIN_CROWDED_S if _ranks_here(self.size) > _cores() else _SPIN_S
         self._unfinished: list[object] = []  # MPI may still write into the buffers of a request that was given up
 
     def configure(self, config: GroupConfig) -> None:
@@ -121,17 +137,14 @@ class MpiGroup(Group):
         begin = time.monotonic()
         while not request.Test():
             waited = time.monotonic() - begin
-            if waited < _SPIN_S:
+            if waited < self._spin_s:
                 continue
             if self.board.fault is not None or waited > self.timeout_s:
                 self._unfinished.append((request, buffers))
                 if self.board.fault is not None:
                     raise self.board.fault.error(rank=self.rank)
                 raise GroupTimeout(what, self.timeout_s, rank=self.rank, step=step)
-            if waited < _YIELD_S:
-                os.sched_yield()
-            else:
-                time.sleep(_SLEEP_S)
+            time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     @contextmanager
     def _named(self, what: str, step: int) -> Iterator[None]:
