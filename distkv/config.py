@@ -104,7 +104,8 @@ class GroupConfig(Section):
     transport: Literal["auto", "gloo", "mpi", "nccl"] = setting("auto", agreed=True)
     """What carries the one collective of a step: gloo over the host, NCCL on the GPUs, MPI over the host (for processes
     that mpirun has started, with mpi4py), or auto, which takes the backend of the process group that the engine gives,
-    and for a group of our own NCCL if every rank has a GPU and gloo otherwise."""
+    and for a group of our own NCCL if every rank has a GPU and gloo otherwise. Under MPI a process that dies ends the
+    whole job at once, and no rank has time to say why (so does MPICH's mpirun); a stopped one ends at the deadline."""
 
     timeout_s: float = setting(30.0, agreed=False, low=0.001, high=86_400)
     """Seconds to wait for the other ranks in a step before GroupTimeout ends the group; and for so long a rank may give

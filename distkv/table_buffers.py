@@ -62,7 +62,12 @@ class TableBuffers:
     @staticmethod
     def shapes(*, rows: int, tokens: int, pages_per_row: int,
                indices: int | None = None) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype (``int32`` or ``int64``) of every buffer: for who allocates them, pinned or on a GPU."""
+        """Shape and dtype (``int32`` or ``int64``) of every buffer, for whoever allocates them. Pinned, with torch::
+
+            shapes = TableBuffers.shapes(rows=64, tokens=64, pages_per_row=1024)
+            TableBuffers(**{name: torch.zeros(shape, dtype=getattr(torch, dtype), pin_memory=True)
+                            for name, (shape, dtype) in shapes.items()})
+        """
         sizes = {"rows": rows, "tokens": tokens, "pages_per_row": pages_per_row,
                  "indices": rows * pages_per_row if indices is None else indices}
         for name, size in sizes.items():
