@@ -28,7 +28,9 @@
 
 "Ends the call" leaves the state as it was before the call. "Ends the step only" admits nothing, gives all
 holds back on every rank, counts the step, and the group goes on with the next one. After an error that
-ends the group no further step can be taken: every later step raises the same error again.
+ends the group no further step can be taken: every later step raises the same error again. Only PeerFailed is
+recoverable; of what ends the group, GroupDivergence comes on all ranks in one step, PeerFault on the ranks that did not
+fail, at their next call or wherever they wait, and GroupTimeout and PeerLost on whoever is left.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class MessageError(DistKVError, TypeError):
 
 
 class RequestError(DistKVError, ValueError):
-    """A request that cannot be taken as it stands. ``request_id`` names it."""
+    """A request that cannot be taken as it stands. Ends the request; ``request_id`` names it."""
 
     def __init__(self, request_id: str, problem: str) -> None:
         super().__init__(f"request {request_id!r}: {problem}")
@@ -155,11 +157,11 @@ class GateFailed(DistKVError):
 
 
 class SequenceError(DistKVError, RuntimeError):
-    """A call that the sequence's state forbids, such as ``commit`` of tokens that were never opened."""
+    """A call that the sequence's state forbids, such as ``commit`` of tokens never opened. Ends the call."""
 
 
 class NoRoom(DistKVError):
-    """Pages are short. ``pages_short`` says by how many; nothing was taken."""
+    """Pages are short. Ends the call, with nothing taken; ``pages_short`` says by how many."""
 
     def __init__(self, pages_short: int, where: str) -> None:
         super().__init__(f"{where}: {pages_short} page(s) short")
@@ -214,7 +216,7 @@ def _of(step: int) -> str:
 
 
 class PeerFailed(GroupError):
-    """A rank could not fill its ballot; every rank raises this in the same step, and the group goes on.
+    """A rank could not fill its ballot; every rank raises this in the same step. Ends the step only: the group goes on.
 
     ``failed_rank`` is the lowest rank that failed. On that rank ``__cause__`` is the original exception.
     """
