@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -151,10 +151,9 @@ def start(
         for logger in ("torch.distributed.elastic", "torch.distributed.run", *logging.root.manager.loggerDict):
             if logger.startswith(("torch.distributed.elastic", "torch.distributed.run")):
                 logging.getLogger(logger).setLevel(logging.CRITICAL + 1)
-    if hosts.count > 1:
-        _bound_the_meeting(hosts, name)
     try:
-        run(parse_args([*hosts.options(), "--module", module, *arguments]))  # type: ignore[no-untyped-call]
+        with _bounded_meeting(hosts, name):
+            run(parse_args([*hosts.options(), "--module", module, *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
@@ -199,21 +198,27 @@ def _ended(number: signal.Signals, name: str) -> int:
     return 128 + number
 
 
-def _bound_the_meeting(hosts: Hosts, name: str) -> None:
+@contextlib.contextmanager
+def _bounded_meeting(hosts: Hosts, name: str) -> Iterator[None]:
     """Ends this process if it has started no rank by the deadline, whatever it waits in.
 
     torch's own deadline does not hold when something that is no store listens at the port.
     """
+    is_over = threading.Event()
 
     def watch() -> None:
         end = time.monotonic() + hosts.join_s + _MEETING_SLACK_S
-        while not _has_children():
+        while not is_over.wait(0.2) and not _has_children():
             if time.monotonic() > end:
                 _say(name, _not_met(hosts, None))
                 os._exit(2)
-            time.sleep(0.2)
 
-    threading.Thread(target=watch, daemon=True).start()
+    if hosts.count > 1:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _has_children() -> bool:

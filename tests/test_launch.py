@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
+
+from distkv import launching
+from distkv.testing.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "launch" / "torchrun.sh"
@@ -88,9 +96,10 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         assert not psutil.pid_exists(int(str(found["pid"]))), "a rank is left"
 
 
-def test_one_process_per_rank_of_the_configuration(launch: Launch) -> None:
-    code, errors = launch.run("--module", "a_case", "a config.yaml", "--messages", "some file.jsonl")
-    assert code == 0, errors
+def test_one_process_per_rank_and_the_exit_code_of_the_one_that_failed_first(launch: Launch) -> None:
+    code, errors = launch.run("--module", "a_case", "a config.yaml", "--messages", "some file.jsonl", "--exit", "7")
+    assert code == 7
+    assert errors == "launch: rank 1 ended first, with exit code 7; see what it wrote above\n"
     cores = len(os.sched_getaffinity(0))
     for rank, found in enumerate(launch.found()):
         del found["pid"]
@@ -100,45 +109,51 @@ def test_one_process_per_rank_of_the_configuration(launch: Launch) -> None:
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "config": "a config.yaml",
-            "rest": ["--messages", "some file.jsonl"],
+            "rest": ["--messages", "some file.jsonl", "--exit", "7"],
             "rank": rank,
             "local_rank": rank,
         }
     assert len(launch.found()) == 2
 
 
-def test_what_the_user_sets_is_kept(launch: Launch) -> None:
-    code, errors = launch.run(
-        "--module", "a_case", str(launch.config), NPROC="1", OMP_NUM_THREADS="3", OMP_WAIT_POLICY="ACTIVE"
-    )
-    assert code == 0, errors
-    (found,) = launch.found()
-    assert (found["WORLD_SIZE"], found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("1", "3", "ACTIVE")
+def front() -> ModuleType:
+    """launch/torchrun.py, which is a script and no module of the package."""
+    spec = importlib.util.spec_from_file_location("launch_torchrun", ROOT / "launch" / "torchrun.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_exit_code_of_the_rank_that_failed_first(launch: Launch) -> None:
-    code, errors = launch.run("--module", "a_case", str(launch.config), "--exit", "7")
-    assert code == 7
-    assert errors == "launch: rank 1 ended first, with exit code 7; see what it wrote above\n"
+def test_help_lists_arguments_and_variables() -> None:
+    text = front()._parser(launching.VARIABLES).format_help()
+    assert "--messages FILE" in text
+    for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "JOIN_S", "OMP_NUM_THREADS"):
+        assert f"\n{name} " in text
 
 
-def test_help_lists_the_messages(launch: Launch) -> None:
-    process = launch.start("--help")
-    out, errors = process.communicate(timeout=GENEROUS)
-    assert (process.returncode, errors) == (0, "")
-    assert "--messages FILE" in out
-
-
-def test_two_hosts_meet_at_the_master(launch: Launch, tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:  # the only test that needs a port that is known beforehand
+def free_port() -> str:
+    """The only tests that need a port that is known beforehand."""
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+        return str(probe.getsockname()[1])
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+def test_two_hosts_meet_at_the_master_and_what_the_user_sets_is_kept(launch: Launch) -> None:
+    addr, port = "[::1]" if has_ipv6() else "127.0.0.1", free_port()
     hosts = [
         launch.start(
             "--module", "a_case", str(launch.config),
-            NNODES="2", NODE_RANK=str(node), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            NNODES="2", NODE_RANK=str(node), MASTER_ADDR=addr, MASTER_PORT=port, NPROC="1",
+            OMP_NUM_THREADS="3", OMP_WAIT_POLICY="ACTIVE",
         )
         for node in range(2)
     ]  # fmt: skip
@@ -146,6 +161,9 @@ def test_two_hosts_meet_at_the_master(launch: Launch, tmp_path: Path) -> None:
         _, errors = host.communicate(timeout=GENEROUS)
         assert host.returncode == 0, errors
     assert [(found["rank"], found["local_rank"]) for found in launch.found()] == [(0, 0), (1, 0)]
+    for found in launch.found():
+        assert (found["WORLD_SIZE"], found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("2", "3", "ACTIVE")
+        assert found["MASTER_ADDR"] == addr.strip("[]")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -162,47 +180,92 @@ def test_an_interrupt_ends_all_ranks(launch: Launch, number: signal.Signals) -> 
     assert errors == f"launch: {number.name}: all ranks were ended\n"
 
 
+def python_blocks(pid: int, number: signal.Signals) -> bool:
+    """Whether bash has become Python, and Python has blocked the signal."""
+    if b"torchrun.py" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        return False
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigBlk"], 16) >> (number - 1) & 1)
+
+
 def test_an_interrupt_before_the_ranks_have_started(launch: Launch) -> None:
     process = launch.start("--module", "a_case", str(launch.config), "--stay")
-    time.sleep(0.5)  # Python has started, torch is being imported
+    while not python_blocks(process.pid, signal.SIGINT):  # it goes on to import torch
+        assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=GENEROUS)
     assert (process.returncode, errors) == (130, "launch: SIGINT: all ranks were ended\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "parts"),
-    [
-        ([], {}, ["CONFIG"]),
-        (["none.yaml"], {}, ["cannot read the configuration file 'none.yaml'"]),
-        (["wrong.yaml"], {}, ["parallel.tpp", "did you mean tp?", "line 1"]),
-        (["a config.yaml"], {"NPROC": "two"}, ["NPROC: must be a whole number", "'two'"]),
-        (["a config.yaml"], {"NPROC": "0"}, ["NPROC: must be a whole number"]),
-        (["a config.yaml"], {"NNODES": "2"}, ["NODE_RANK: must be set on every host"]),
-        (["a config.yaml"], {"NNODES": "2", "NODE_RANK": "0"}, ["MASTER_ADDR: must be set"]),
-        (["a config.yaml", "--mesages", "x"], {}, ["no argument '--mesages'", "did you mean --messages?"]),
-        (["a config.yaml", "more"], {}, ["no argument 'more'"]),
-        (["a config.yaml", "--messages", "nope.jsonl"], {}, ["nope.jsonl: there is no such file"]),
-        (["a config.yaml", "--messages", "wrong.yaml"], {}, ["wrong.yaml, line 1: not valid JSON"]),
-        (["model.yaml"], {}, ["model.source 'nowhere' is neither"]),
-        (["gguf.yaml"], {}, ["there is no file nowhere.gguf"]),
-        (["nccl.yaml"], {}, ["group.transport: is nccl, which needs a GPU"]),
-    ],
-)
-def test_one_clear_message_and_exit_code_2(
-    launch: Launch, arguments: list[str], env: dict[str, str], parts: list[str]
-) -> None:
-    for name, text in [
-        ("wrong", "parallel: {tpp: 2}"), ("model", "model: {source: nowhere}"),
-        ("gguf", "model: {source: nowhere.gguf}"), ("nccl", "model: {device: cpu}\ngroup: {transport: nccl}"),
-    ]:  # fmt: skip
-        (launch.folder / f"{name}.yaml").write_text(text)
-    code, errors = launch.run(*arguments, **env)
-    assert code == 2
-    assert "Traceback" not in errors
-    assert errors.count("launch: ") == (1 if arguments else 0), "no rank has started"
-    for part in parts:
-        assert part in errors
+TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+CONFIGS = {
+    "tp2": "parallel: {tp: 2}", "wrong": "parallel: {tpp: 2}", "model": "model: {source: nowhere}",
+    "gguf": "model: {source: nowhere.gguf}", "nccl": "model: {device: cpu, source: x.gguf}\ngroup: {transport: nccl}",
+    "tp3": "parallel: {tp: 3}\nmodel: {source: x.gguf}", "x.gguf": "",
+}  # fmt: skip
+MISTAKES: list[tuple[list[str], dict[str, str], list[str]]] = [
+    ([], {}, ["CONFIG"]),
+    (["none.yaml"], {}, ["cannot read the configuration file 'none.yaml'"]),
+    (["wrong.yaml"], {}, ["parallel.tpp", "did you mean tp?", "line 1"]),
+    (["tp2.yaml", "--mesages", "x"], {}, ["no argument '--mesages'", "did you mean --messages?"]),
+    (["tp2.yaml", "more"], {}, ["no argument 'more'"]),
+    (["tp2.yaml", "--messages", "nope.jsonl"], {}, ["nope.jsonl: there is no such file"]),
+    (["tp2.yaml", "--messages", "wrong.yaml"], {}, ["wrong.yaml, line 1: not valid JSON"]),
+    (["model.yaml"], {}, ["model.source 'nowhere' is neither"]),
+    (["gguf.yaml"], {}, ["there is no file nowhere.gguf"]),
+    (["nccl.yaml"], {}, ["group.transport: is nccl, which needs a GPU"]),
+    (["tp2.yaml"], {"NPROC": "two"}, ["NPROC: must be a whole number", "'two'"]),
+    (["tp2.yaml"], {"NPROC": "0"}, ["NPROC: must be a whole number"]),
+    (["tp3.yaml"], {"NPROC": "2"}, ["NPROC: is 2 on this host", "parallel.tp is 3"]),
+    (["tp2.yaml"], {"NODE_RANK": "1"}, ["NODE_RANK: is 1, but there is one host; set NNODES"]),
+    (["tp2.yaml"], {"NNODES": "2"}, ["NODE_RANK: must be set on every host"]),
+    (["tp2.yaml"], {"NNODES": "2", "NODE_RANK": "0"}, ["MASTER_ADDR: must be set"]),
+    (["tp2.yaml"], TWO, ["MASTER_PORT: must be set"]),
+    (["tp2.yaml"], TWO | {"NODE_RANK": "2", "MASTER_PORT": "1"}, ["NODE_RANK: is 2, but hosts count from 0 to"]),
+    (["tp2.yaml"], TWO | {"MASTER_PORT": "FREE", "MASTER_ADDR": "a:7"}, ["without a port, got 'a:7'"]),
+    (["tp2.yaml"], TWO | {"MASTER_PORT": "TAKEN"}, ["MASTER_PORT: port ", "is taken by another program"]),
+    (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE"}, ["NPROC: must be set on every host, because parallel.tp 3"]),
+    (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE", "NPROC": "3"}, ["NPROC: is 3 on this host, of NNODES 2"]),
+    (["tp2.yaml", "--module", "a_case"], TWO | {"MASTER_PORT": "FREE", "NODE_RANK": "1", "JOIN_S": "1"},
+     ["the 2 hosts did not meet at 127.0.0.1 port ", "within 1 s (JOIN_S)"]),
+]  # fmt: skip
+
+
+def mistakes_case(rank: int, world_size: int, folder: str) -> list[tuple[int, str]]:
+    """All of MISTAKES, one after the other, in a process whose signals and environment nobody needs afterwards."""
+    os.chdir(folder)
+    launch = front()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                 "TORCHELASTIC_USE_AGENT_STORE"):  # fmt: skip
+        del os.environ[name]
+    plain = dict(os.environ)
+    found = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": free_port()}
+        for arguments, env, _ in MISTAKES:
+            os.environ.update({name: ports.get(value, value) for name, value in env.items()})
+            with contextlib.redirect_stderr(io.StringIO()) as errors:
+                try:
+                    code = launch.main(arguments)
+                except SystemExit as end:
+                    code = int(str(end.code))
+            found.append((code, errors.getvalue()))
+            os.environ.clear()
+            os.environ.update(plain)
+    return found
+
+
+def test_each_mistake_is_one_clear_message_and_exit_code_2(tmp_path: Path) -> None:
+    for name, text in CONFIGS.items():
+        (tmp_path / (name if "." in name else f"{name}.yaml")).write_text(text)
+    (results,) = run_ranks(mistakes_case, 1, (str(tmp_path),), backend=None, timeout_s=GENEROUS)
+    for (arguments, env, parts), (code, errors) in zip(MISTAKES, results, strict=True):
+        case = f"{arguments} {env}: {code}\n{errors}"
+        assert code == 2, case
+        assert errors.count("launch: ") == (1 if arguments else 0), case
+        assert errors.count("\n") == 1 or not arguments, case
+        assert all(part in errors for part in parts), case
 
 
 def test_a_checkout_in_a_folder_with_spaces_and_without_venv(launch: Launch) -> None:
