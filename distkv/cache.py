@@ -31,8 +31,8 @@ class PrefixCache:
 
     Owns the bookkeeping of one rank's pages; the bytes are the engine's. One thread calls it, the engine's loop, and
     every rank makes the same calls in the same order: ``step`` (or ``begin_step`` and ``end_step``), the calls of the
-    sequences that it returns, ``submit``, ``abort``, ``bump``, ``reset``, ``grow``. Only ``retired``, ``peek``,
-    ``stats`` and ``check`` may differ from rank to rank.
+    sequences that it returns, ``submit``, ``abort``, ``bump``, ``reset``, ``grow``. Only ``retired`` (not in lockstep),
+    ``peek``, ``stats`` and ``check`` may differ from rank to rank.
     """
 
     def __init__(self, config: Config, fingerprint: Fingerprint, group: Group | None = None, *,
@@ -141,7 +141,17 @@ class PrefixCache:
         return result
 
     def retired(self, step: int) -> None:
-        """All forwards launched up to step ``step`` have ended on this rank: pages that waited for it are free."""
+        """All forward passes launched up to step ``step`` have ended on this rank: pages that waited for them are free.
+
+        For ``cache.asynchronous``; a synchronous engine has no use for it. A pass belongs to the step that
+        :attr:`steps` says at its launch. On CUDA: record an event behind the passes of a step, and call this once
+        the event has been reached (``event.query()``). Each rank calls it at its own time; in lockstep all call it
+        alike, at one place of the step, so there the place has to be one where the event is waited for. Raises
+        SequenceError for a step that was not begun.
+        """
+        if step > self._books.step:
+            raise SequenceError(f"retired({step}): only {self._books.step} steps were begun, so nothing can have been "
+                                "launched in it")
         self._books.retired(step)
 
     # ---- faults outside the ballot

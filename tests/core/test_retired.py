@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distkv import Message, PrefixCache, Sequence
+from distkv import Message, PrefixCache, Sequence, SequenceError
 from distkv.books import Books
 from tests.core.helpers import admit, request, solo
 
@@ -77,6 +77,14 @@ def test_a_synchronous_engine_retires_at_once() -> None:
     assert cache.stats().pages_free == 8
     cache.retired(1)  # of no use, and no harm
     assert cache.stats().pages_free == 8
+
+
+def test_a_step_that_was_not_begun_cannot_have_retired() -> None:
+    cache = solo(asynchronous=True)
+    cache.step()
+    cache.retired(1)
+    with pytest.raises(SequenceError, match="only 1 steps were begun"):
+        cache.retired(2)
 
 
 def test_live_until_retired_counts_in_the_room_and_in_the_discount() -> None:

@@ -472,7 +472,7 @@ def test_ended_sequences_retire_in_order() -> None:
     for i in range(3):
         prefill(admit(cache, str(i), [i] * 4)).abort()  # steps 1, 2, 3
     live = [cache.stats().pages_live]
-    for step in (0, 1, 1, 3, 99):
+    for step in (0, 1, 1, 3, 3):
         cache.retired(step)
         cache.check()
         live.append(cache.stats().pages_live)
