@@ -1,0 +1,267 @@
+"""Batch invariance: random schedules give the bits of single passes, each rule is needed, and no machine is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distkv.engine import invariant, invariant_fuzz, tensor_parallel, tiles
+from distkv.engine.config import ModelConfig
+from distkv.engine.engine import Engine
+from distkv.engine.invariant import enable
+from distkv.engine.model import Model, load_model
+from distkv.engine.pool import KVPool
+from distkv.engine.tiles import ROWS, SIZES
+from distkv.engine.trial import Case, differences, random_case
+from distkv.errors import ModelError, NotInvariant
+from distkv.testing.processes import run_ranks
+from tests.engine import tiny
+from tests.engine.test_model import single_pass
+
+Folders = Callable[[str, int], Path]
+KV_HEADS = {"llama": 4, "qwen3": 12}
+
+
+def case(seed: int, longest: int = 600) -> Case:
+    random = np.random.default_rng(seed)
+    return random_case(random, vocab=tiny.VOCAB, page_size=tiny.PAGE, longest=longest, sequences=3)
+
+
+def load(folder: Path, dtype: str = "float32", group: dist.ProcessGroup | None = None) -> Model:
+    return load_model(ModelConfig(source=str(folder), dtype=dtype), group)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_random_schedules_give_the_bits_of_single_passes(folders: Folders, kind: str, dtype: str) -> None:
+    model = load(folders(kind, KV_HEADS[kind]), dtype)
+    enable(model)
+    cases = [case(seed) for seed in range(8)]
+    assert [found for c in cases for found in differences(model, c)] == []
+    assert any(pages for c in cases for _, pages in c.donors), "some sequences begin on pages of another one"
+    assert max(len(ids) for c in cases for ids in c.tokens) > tiles.KEYS
+    assert any(len(batch) > 1 for c in cases for batch in c.batches)
+
+
+def test_without_the_mode_schedules_differ(folders: Folders) -> None:
+    model = load(folders("llama", 4))
+    assert any(differences(model, case(seed)) for seed in range(8))
+
+
+def test_a_case_reads_only_what_an_earlier_batch_has_written() -> None:
+    for seed in range(300):
+        made, written = case(seed, longest=90), set[tuple[int, int]]()
+        roots = [made.donors[i] for i in range(len(made.tokens))]
+        for batch in made.batches:
+            for piece in batch:
+                donor, shared = roots[piece.who]
+                for at in range(piece.start):
+                    assert ((donor if at < shared * tiny.PAGE else piece.who), at) in written
+            written |= {(p.who, at) for p in batch for at in range(p.start, p.start + p.n)}
+        ends = {(i, len(ids) - 1) for i, ids in enumerate(made.tokens)}
+        assert ends <= written
+
+
+# ---- each rule, switched off
+
+
+def rows() -> Any:
+    """Products and activations see as many rows as there are."""
+    return patch.object(tiles, "padded_rows", lambda n: n)
+
+
+def queries() -> Any:
+    """Attention sees as many queries as there are."""
+    return patch.object(tiles, "padded_queries", lambda n: n)
+
+
+def keys() -> Any:
+    """Attention sees a multiple of 16 keys, as queries come."""
+    return patch.object(tiles, "padded_keys", lambda n: -(-n // ROWS) * ROWS)
+
+
+def activations() -> Any:
+    """Only products are cut into tiles."""
+    return patch.object(invariant, "_is_activation", lambda module: False)
+
+
+def stale() -> Any:
+    """What lies behind a request's tokens in its last page is left there."""
+
+    def padded(self: KVPool, plane: torch.Tensor, pages: torch.Tensor, tokens: int, padded: int) -> torch.Tensor:
+        found = plane.index_select(0, pages).flatten(0, 1)
+        return torch.cat([found, found.new_zeros(max(0, padded - len(found)), *found.shape[1:])])[:padded]
+
+    return patch.object(KVPool, "_padded", padded)
+
+
+def untested() -> AbstractContextManager[Any]:
+    """The self-test at start, which would see that a rule is off."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(invariant, "_test_rows", lambda model, wrapped: None))
+    stack.enter_context(patch.object(invariant, "_query_tiles", lambda model: SIZES))
+    stack.enter_context(patch.object(invariant, "_test_model", lambda model: None))
+    return stack
+
+
+@pytest.fixture(scope="module")
+def odd_width(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose rows do not fill whole vectors: 100 numbers in its MLP."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("odd")
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=tiny.VOCAB, hidden_size=96, intermediate_size=100, num_hidden_layers=2, num_attention_heads=12,
+        num_key_value_heads=4, head_dim=8, max_position_embeddings=2048, initializer_range=0.15,
+    )).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("rule", [nullcontext, rows, queries, keys, activations, stale], ids=lambda rule: rule.__name__)
+def test_each_rule_is_needed(odd_width: Path, rule: Callable[[], AbstractContextManager[Any]]) -> None:
+    model = load(odd_width)
+    with rule(), untested():
+        enable(model)
+        differ = any(differences(model, case(seed)) for seed in range(12))
+    assert differ == (rule is not nullcontext)
+
+
+@pytest.mark.parametrize(("rule", "named"), [
+    (queries, "attention, 12 heads over 4 of 8, in float32 on cpu"), (rows, "the whole model in float32 on cpu"),
+    (stale, "the whole model"),
+], ids=["queries", "rows", "stale"])  # fmt: skip
+def test_the_self_test_refuses_and_leaves_the_model_as_it_was(odd_width: Path, rule: Any, named: str) -> None:
+    model, pages = load(odd_width), np.arange(5)
+    before = single_pass(model, pages)
+    with rule(), pytest.raises(NotInvariant, match=named) as caught:
+        enable(model)
+    assert caught.value.failed_rank == 0
+    assert "OMP_NUM_THREADS" in str(caught.value)
+    assert model.query_tiles is None
+    assert not any("forward" in vars(module) for module in model.module.modules())
+    assert torch.equal(single_pass(model, pages), before)
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    """A product whose kernel adds in two parts where there are 64 rows: what MKL does on two threads."""
+    weight = torch.linspace(-1, 1, 80 * 48).view(80, 48).to(x.dtype)
+    return x @ weight if len(x) != 64 else x[:, :40] @ weight[:40] + x[:, 40:] @ weight[40:]
+
+
+def by_place(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that treats its last row apart."""
+    return torch.cat([product(x[:-1]), product(x[-1:] * 3) / 3])
+
+
+def test_a_larger_tile_is_used_only_where_it_gives_the_bits_of_the_small_one(folders: Folders) -> None:
+    model = load(folders("llama", 4))
+    assert invariant.tiles_of("a product", product, 80, model) == (256, ROWS)
+    with patch.object(invariant, "same_rows", lambda tile, reference: True):
+        assert invariant.tiles_of("a product", product, 80, model) == SIZES
+    with pytest.raises(NotInvariant, match="a kernel: 16 rows give other bits at another place among them"):
+        invariant.tiles_of("a kernel", by_place, 80, model)
+
+
+def test_tiles_are_the_rows_in_order() -> None:
+    assert tiles.cut(256 + 64 + 32, SIZES) == [(0, 256), (256, 320), (320, 336), (336, 352)]
+    assert tiles.cut(17, SIZES) == [(0, 16), (16, 17)]
+    assert tiles.cut(0, SIZES) == []
+
+
+# ---- the engine, and the command
+
+
+def test_the_engine_enables_the_mode_and_never_mixes_it(folders: Folders) -> None:
+    settings = tiny.config(folders("llama", 4), batch_invariant=True)
+    model = load_model(settings.model)
+    one, other = Engine(settings, model), Engine(settings, model)
+    assert model.query_tiles is not None
+    fast = tiny.config(folders("llama", 4))
+    with pytest.raises(ModelError, match="load it again"):
+        Engine(fast, model)
+    page = tiny.tokens(tiny.PAGE, 1)
+    names = [made.cache.chain(page).keys for made in (one, other, Engine(fast, load_model(fast.model)))]
+    assert names[0] == names[1] != names[2], "pages of the two modes have different bytes, and names"
+
+
+def test_the_fuzz_is_a_command(folders: Folders, odd_width: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--schedules", "2", "--longest", "60"]
+    assert invariant_fuzz.main(["--model", str(folders("qwen3", 12)), "--dtype", "bfloat16", *asked]) == 0
+    assert "same bits: 2 schedules of" in capsys.readouterr().out
+    with queries():
+        assert invariant_fuzz.main(["--model", str(odd_width), *asked]) == 1
+    with activations(), untested():
+        assert invariant_fuzz.main(["--model", str(odd_width), "--schedules", "40", "--longest", "60"]) == 1
+    assert "difference(s)" in capsys.readouterr().out
+    assert invariant_fuzz.main(["--model", "/nowhere", *asked]) == 2
+
+
+# ---- several ranks
+
+
+@contextmanager
+def ring() -> Iterator[None]:
+    """The ranks' parts are added by gloo's all-reduce, in an order that depends on an element's place."""
+
+    def added_in_a_ring(part: torch.Tensor, group: dist.ProcessGroup, *_: Any, **__: Any) -> torch.Tensor:
+        dist.all_reduce(part, group=group)
+        return part
+
+    with patch.object(tensor_parallel, "_sum", added_in_a_ring):
+        yield
+
+
+def by_gathering(parts: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the sum that NCCL is used for in this mode has the bits of the one over gloo."""
+    usual = tensor_parallel._sum(parts, group, 30.0)
+    with patch.object(dist, "get_backend", lambda group: "nccl"):
+        gathered = tensor_parallel._sum(parts, group, 30.0, in_rank_order=True)
+    return torch.equal(usual, gathered)
+
+
+def ranks_case(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """All degrees in one start: groups of 2, 3 and 4 ranks, made by all in one order."""
+    members = {2: [[0, 1], [2, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
+    groups = {tp: [dist.new_group(ranks) for ranks in of_degree] for tp, of_degree in members.items()}
+    seen: dict[str, Any] = {}
+    for tp, of_degree in groups.items():
+        mine = [group for group in of_degree if dist.get_rank(group) >= 0]
+        if not mine:
+            continue
+        for dtype in ("float32", "bfloat16"):
+            model = load(folder, dtype, mine[0])
+            enable(model)
+            seen[f"{tp} {dtype}"] = [found for seed in range(5) for found in differences(model, case(seed, 300))]
+        model = load(folder, "float32", mine[0])
+        with ring(), untested():
+            enable(model)
+            seen[f"{tp} ring"] = sum(bool(differences(model, case(seed, 300))) for seed in range(3)) > 0
+        part = torch.randn(7, 96, generator=torch.Generator().manual_seed(rank))
+        seen[f"{tp} gathered"] = by_gathering(part, mine[0])
+        model = load(folder, "float32", mine[0])
+        with (queries() if dist.get_rank(mine[0]) == 1 else nullcontext()), pytest.raises(NotInvariant) as caught:
+            enable(model)
+        seen[f"{tp} refused by"] = caught.value.failed_rank, model.query_tiles
+    return seen
+
+
+def test_two_three_and_four_ranks(folders: Folders) -> None:
+    results = run_ranks(ranks_case, 4, (folders("llama", 12),), timeout_s=300.0)
+    degrees = {0: (2, 3, 4), 1: (2, 3, 4), 2: (2, 3, 4), 3: (2, 4)}
+    for rank, seen in enumerate(results):
+        for tp in degrees[rank]:
+            assert seen.pop(f"{tp} float32") == []
+            assert seen.pop(f"{tp} bfloat16") == []
+            assert seen.pop(f"{tp} ring") == (tp > 2), "two parts have one order only"
+            assert seen.pop(f"{tp} gathered")
+            assert seen.pop(f"{tp} refused by") == (1, None)
+        assert not seen
