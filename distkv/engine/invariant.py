@@ -102,8 +102,7 @@ def _test_rows(model: Model, wrapped: dict[nn.Module, Rows]) -> None:
     found: dict[tuple[object, ...], tuple[int, ...]] = {}
     for module, rows in wrapped.items():
         if isinstance(module, nn.Linear):
-            width, what = module.in_features, f"a linear layer {module.in_features} -> {module.out_features}"
-            width = module.weight.shape[1]  # of this rank's slice
+            width = module.weight.shape[1]  # of this rank's slice, unlike in_features
             what = f"a product {width} x {module.weight.shape[0]}"
             key: tuple[object, ...] = (*module.weight.shape, module.bias is not None)
         else:
@@ -153,7 +152,7 @@ def same_rows(tile: torch.Tensor, reference: torch.Tensor) -> bool:
 def _query_tiles(model: Model) -> tuple[int, ...]:
     """The tiles of queries that give the bits of the small one, under short and long contexts."""
     heads = model.module.config.num_attention_heads // model.tp_size
-    longest = padded_keys(min(model.context, 3 * KEYS))
+    longest = padded_keys(min(model.context, 8 * KEYS))
     keys, values = (_random(model, longest, model.kv_heads, model.head_dim, seed=seed) for seed in (1, 2))
     query = _random(model, longest, heads, model.head_dim, seed=3)
     scale = model.head_dim**-0.5

@@ -77,8 +77,7 @@ class Rows:
     def of(cls, module: nn.Module) -> Rows:
         """Of a linear layer, or of an activation (a module whose forward takes rows)."""
         if isinstance(module, nn.Linear):
-            weight, bias = module.weight, module.bias
-            return cls(lambda x: linear(x, weight, bias))
+            return cls(lambda x: linear(x, module.weight, module.bias))
         return cls(module.forward)
 
 
