@@ -142,8 +142,8 @@ class Books:
 
     def _free(self, pages: Ids) -> None:
         pages = positions(pages)
-        self.pool.disown(pages)
-        self.index.offer(pages)
+        if self.pool.disown(pages):
+            self.index.offer(pages)
 
     def hold(self, pages: Ids) -> None:
         """Keeps matched pages from eviction until ``unhold``."""
@@ -151,8 +151,8 @@ class Books:
 
     def unhold(self, pages: Ids) -> None:
         """Lets go of held pages; those that nobody else has may be evicted again."""
-        self.pool.unhold(pages)
-        self.index.offer(pages)
+        if self.pool.unhold(pages):
+            self.index.offer(pages)
 
     def next_epoch(self, weights_version: str | None) -> None:
         """Empties the index. Pages with owners or holds stay with them; sequences of earlier epochs never store."""

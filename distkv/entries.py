@@ -75,15 +75,19 @@ class Entries:
         slot = self._run_of[page]
         return self.runs[slot] if slot >= 0 else None
 
-    def last_run_of(self, pages: Ids) -> Run | None:
-        """The run of the last of the pages that is indexed; None if none is."""
+    def last_indexed(self, pages: Ids) -> tuple[int, Run] | None:
+        """The last of the pages that is indexed, and its run; None if none is."""
         for page in pages[: -_TAIL - 1 : -1].tolist():  # a sequence has one or few pages behind its full ones
             run = self.run_with(page)
             if run is not None:
-                return run
-        slots = self.run_of[positions(pages[:-_TAIL])]
-        known = np.flatnonzero(slots >= 0)
-        return self.runs[int(slots[known[-1]])] if len(known) else None
+                return page, run
+        rest = positions(pages[:-_TAIL])
+        known = np.flatnonzero(self.run_of[rest] >= 0)
+        if not len(known):
+            return None
+        page = int(rest[known[-1]])
+        run = self.run_with(page)
+        return (page, run) if run is not None else None
 
     # ---- lookup
 
@@ -246,6 +250,16 @@ class Entries:
         del self.run_of_key[key]
         self._run_of[page] = -1
         return page, key, run if run.pages else self._without(run)
+
+    def remove_all(self) -> Positions:
+        """Takes every entry away. Returns their pages."""
+        pages = np.flatnonzero(self.run_of >= 0)
+        self.run_of[pages] = -1
+        self.run_of_key.clear()
+        self.runs.clear()
+        self.roots.clear()
+        self._free_slots.clear()
+        return pages
 
     def _without(self, run: Run) -> Run | Root:
         """Takes an empty run off its parent, which is returned."""

@@ -84,14 +84,37 @@ class PrefixIndex:
     # ---- release
 
     def offer(self, pages: Ids) -> None:
-        """The caller has let go of ``pages`` of one chain: if the last indexed one ends a run, it may be evicted."""
-        self._offer_tail(self.entries.last_run_of(pages))
+        """The caller has let go of ``pages`` of one chain: the last of them that is cold now may be evicted."""
+        last = self.entries.last_indexed(pages)
+        if last is None:
+            return
+        page, run = last
+        if self.pool.cold(page):
+            self._offer_at(page, run)
+        else:  # somebody else has it, who computed what is above it a second time
+            self._offer_above(run)
 
-    def _offer_tail(self, run: Run | Root | None) -> None:
-        if isinstance(run, Run) and not run.children:
+    def _offer_at(self, page: int, run: Run) -> None:
+        if not self.pool.cold(page):
+            return
+        if not run.children and run.pages[-1] == page:
+            self.recency.offer(page)
+        else:
+            self.recency.offer_interior(page)
+
+    def _offer_above(self, run: Run | Root) -> None:
+        """Nothing behind the end of ``run`` is a candidate on its account: the nearest cold page from there up is."""
+        while isinstance(run, Run):
             page = run.pages[-1]
             if self.pool.cold(page):
-                self.recency.offer(page)
+                self._offer_at(page, run)
+                return
+            at = run.page_ids()
+            cold = np.flatnonzero(self.pool.is_cold(at))
+            if len(cold):
+                self.recency.offer_interior(int(at[cold[-1]]))
+                return
+            run = run.parent
 
     def evict(self, n: int) -> int:
         """Frees ``n`` pages, or all that can be: cold tails, least recently hit first; then interiors.
@@ -107,7 +130,10 @@ class PrefixIndex:
                 freed += 1
                 continue
             run = self.entries.run_with(page)
-            if run is None or run.children or run.pages[-1] != page or not self.pool.cold(page):
+            if run is None or not self.pool.cold(page):
+                continue
+            if run.children or run.pages[-1] != page:  # a page was stored below it since it was offered
+                self.recency.offer_interior(page)
                 continue
             take = self._cold_suffix(run, n - freed)
             if take == 1:
@@ -131,31 +157,33 @@ class PrefixIndex:
         return n if n == len(at) else max(1, int(takeable[::-1].argmin()))
 
     def _evict_interior(self) -> bool:
-        """Drops one cold page that has no cold descendant, and its descendants from the index. Rare, O(pool).
+        """Drops one cold page that has no cold descendant, and its descendants from the index. False: there is none.
 
         Such a page exists if a live child hangs below a cold parent: its owner computed the parent's pages a second
         time and lost to the first writer. Only the one page is freed, since its descendants all have owners or holds.
         """
-        cold = np.flatnonzero(self.pool.cached())
-        slots = self.entries.run_of[cold]
-        above: set[int] = set()
-        for slot in np.unique(slots).tolist():
-            run = self.entries.runs[slot]
-            parent = run.parent if run else None
-            while isinstance(parent, Run) and parent.slot not in above:
-                above.add(parent.slot)
-                parent = parent.parent
-        lowest = [(int(self.recency.stamp[p]), p) for p, s in zip(cold.tolist(), slots.tolist(), strict=True)
-                  if s not in above]
-        if not lowest:
-            return False
-        page = min(lowest)[1]
-        run = self.entries.run_with(page)
-        assert run is not None
-        last_cold = int(np.flatnonzero(self.pool.is_cold(run.page_ids()))[-1])
-        self.cascades += 1
-        self._drop_subtree(run, last_cold)
-        return True
+        while (page := self.recency.pop_interior()) is not None:
+            run = self.entries.run_with(page)
+            if run is None or not self.pool.cold(page):
+                continue
+            at = run.pages.index(page)
+            if self._cold_below(run, at + 1):
+                continue  # offered again when that has gone
+            self.cascades += 1
+            self._drop_subtree(run, at)
+            return True
+        return False
+
+    def _cold_below(self, run: Run, first: int) -> bool:
+        """Whether an entry from ``first`` of the run on, or below the run, is cold."""
+        stack = [run]
+        while stack:
+            below = stack.pop()
+            ids = below.pages[first:] if below is run else below.pages
+            if len(ids) and np.count_nonzero(self.pool.is_cold(np.frombuffer(ids, np.int32))):
+                return True
+            stack.extend((below.children or {}).values())
+        return False
 
     def drop(self, page: int) -> None:
         """The entry of ``page`` and all its descendants leave the index; pages that nobody else has become free."""
@@ -165,9 +193,9 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Every entry leaves the index."""
-        for root in list(self.entries.roots.values()):
-            for run in list(root.children.values()):
-                self._drop_subtree(run, 0)
+        self.memory.forget_first_pages()
+        self.memory.evicted(self.entries.run_of_key)
+        self.pool.leave(self.entries.remove_all())
         self.recency.forget()
 
     def _drop_subtree(self, run: Run, keep: int) -> None:
@@ -189,7 +217,7 @@ class PrefixIndex:
         pages, keys, end = self.entries.remove(run, keep)
         self.memory.evicted(keys)
         self.pool.leave(pages)
-        self._offer_tail(end)
+        self._offer_above(end)
 
     def _drop_last(self, run: Run) -> None:
         """:meth:`_drop_entries` for the last entry, as eviction of one page needs it."""
@@ -198,21 +226,26 @@ class PrefixIndex:
         page, key, end = self.entries.remove_last(run)
         self.memory.evicted((key,))
         self.pool.leave_one(page)
-        self._offer_tail(end)
+        self._offer_above(end)
 
     def runs(self) -> list[Run]:
         """All runs, for checks and reports."""
         return [run for run in self.entries.runs if run is not None]
 
     def check(self) -> None:
-        """The entries are sound, the pool knows of them, and every cold tail is offered. Raises InvariantError."""
-        offered = self.recency.offered()
+        """The entries are sound, the pool knows of them, and every candidate is offered. Raises InvariantError."""
+        offered, interiors = self.recency.offered(), self.recency.offered_interiors()
         for run in self.entries.check():
             tail = run.pages[-1]
             if not self.pool.indexed[run.page_ids()].all():
                 raise InvariantError(f"a page of {run} is not known to the pool as indexed")
             if not run.children and self.pool.is_cold(run.page_ids(len(run) - 1))[0] and tail not in offered:
                 raise InvariantError(f"page {tail}, the cold tail of {run}, is not offered for eviction")
+            cold = np.flatnonzero(self.pool.is_cold(run.page_ids()))
+            if len(cold) and not self._cold_below(run, int(cold[-1]) + 1):
+                candidate = run.pages[int(cold[-1])]
+                if candidate not in offered and candidate not in interiors:
+                    raise InvariantError(f"page {candidate} of {run}, with nothing cold below it, is not offered")
         if int(self.pool.indexed.sum()) != len(self):
             raise InvariantError("the pool knows of indexed pages that the index does not have")
         self.recency.check()

@@ -105,8 +105,8 @@ class PagePool:
         self.live += len(at) - int(np.count_nonzero(words & _OWNERS))
         self._word[at] = words + _OWNER
 
-    def disown(self, pages: Ids) -> None:
-        """One owner less of each page."""
+    def disown(self, pages: Ids) -> bool:
+        """One owner less of each page. Returns whether the index alone has any of them now."""
         at = positions(pages)
         words = self._word[at]
         if np.count_nonzero(words & _OWNERS) < len(at):
@@ -115,14 +115,15 @@ class PagePool:
         self._word[at] = words
         self.live -= len(at) - int(np.count_nonzero(words & _OWNERS))
         self._free_those_without(at, words)
+        return bool(np.count_nonzero(words == _INDEXED))
 
     def hold(self, pages: Ids) -> None:
         """One more hold on each page."""
         at = positions(pages)
         self._word[at] = self._word[at] + _HOLD
 
-    def unhold(self, pages: Ids) -> None:
-        """One hold less on each page."""
+    def unhold(self, pages: Ids) -> bool:
+        """One hold less on each page. Returns whether the index alone has any of them now."""
         at = positions(pages)
         words = self._word[at]
         if np.count_nonzero(words & _HOLDS) < len(at):
@@ -130,6 +131,7 @@ class PagePool:
         words -= _HOLD
         self._word[at] = words
         self._free_those_without(at, words)
+        return bool(np.count_nonzero(words == _INDEXED))
 
     def enter(self, pages: Ids) -> None:
         """An entry of the index names each page from now on."""

@@ -14,43 +14,21 @@ _PAGE_BITS = 31
 _PAGE = (1 << _PAGE_BITS) - 1
 
 
-class LeastRecent:
-    """When each page was last hit, and the candidates for eviction in that order. Time is a logical clock.
+class _Queue:
+    """Pages in the order of their last hit, each at most once. Stamps may grow behind its back: :meth:`pop` looks."""
 
-    Owns one stamp per page and a heap with at most one entry per page: ``stamp << 31 | page``, one int, which is
-    smaller than a pair and compared faster. The index offers a page when it becomes the end of a run without children
-    and nobody but the index has it. Entries are not kept up to date: the index looks at what :meth:`pop` gives, and
-    offers it again or lets it go.
-    """
-
-    def __init__(self, pages: int) -> None:
-        self.stamp: npt.NDArray[np.int64] = np.zeros(pages, np.int64)
-        self.clock = 0
-        self._stamp_of = one_by_one(self.stamp)
+    def __init__(self, pages: int, stamp_of: memoryview[int]) -> None:
+        self._stamp_of = stamp_of
         self._queued = bytearray(pages)
-        self._heap: list[int] = []
+        self.heap: list[int] = []  # stamp << 31 | page: one int is smaller than a pair and compared faster
 
-    def tick(self) -> int:
-        """The next moment. Called once per use of the index that counts as a hit."""
-        self.clock += 1
-        return self.clock
-
-    def touch(self, pages: Ids) -> None:
-        """The pages were hit now."""
-        self.stamp[positions(pages)] = self.clock
-
-    def offer(self, page: int) -> None:
-        """The page may be evicted from now on."""
+    def push(self, page: int) -> None:
         if not self._queued[page]:
             self._queued[page] = 1
-            heappush(self._heap, self._stamp_of[page] << _PAGE_BITS | page)
+            heappush(self.heap, self._stamp_of[page] << _PAGE_BITS | page)
 
     def pop(self) -> int | None:
-        """The offered page with the oldest stamp, which is no longer offered. None if there is none.
-
-        Pages that were hit after they were offered are put back under their new stamp first.
-        """
-        heap = self._heap
+        heap = self.heap
         while heap:
             top = heap[0]
             page = top & _PAGE
@@ -62,22 +40,71 @@ class LeastRecent:
             heapreplace(heap, now)
         return None
 
+    def forget(self) -> None:
+        for entry in self.heap:
+            self._queued[entry & _PAGE] = 0
+        self.heap.clear()
+
+    def ids(self) -> set[int]:
+        return {entry & _PAGE for entry in self.heap}
+
+    def check(self) -> None:
+        ids = self.ids()
+        if len(ids) != len(self.heap) or ids != set(np.flatnonzero(np.frombuffer(self._queued, np.uint8)).tolist()):
+            raise InvariantError("an eviction heap and its flags disagree")
+
+
+class LeastRecent:
+    """When each page was last hit, and the candidates for eviction in that order. Time is a logical clock.
+
+    Owns one stamp per page and two queues: *tails*, the ends of runs without children, and *interiors*, cold pages
+    with something below them. The index offers a page when it becomes a candidate. Queues are not kept up to date:
+    the index looks at what :meth:`pop` gives, and offers it again or lets it go.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.stamp: npt.NDArray[np.int64] = np.zeros(pages, np.int64)
+        self.clock = 0
+        stamp_of = one_by_one(self.stamp)
+        self._tails = _Queue(pages, stamp_of)
+        self._interiors = _Queue(pages, stamp_of)
+        self.offer = self._tails.push
+        """``offer(page)``: the tail may be evicted from now on."""
+        self.pop = self._tails.pop
+        """``pop()``: the offered tail with the oldest stamp, which is no longer offered. None if there is none.
+        Pages that were hit after they were offered are put back under their new stamp first."""
+        self.offer_interior = self._interiors.push
+        """``offer_interior(page)``: the page may be evicted, with what lies below it, once there are no tails."""
+        self.pop_interior = self._interiors.pop
+        """``pop_interior()``: likewise for interiors."""
+
+    def tick(self) -> int:
+        """The next moment. Called once per use of the index that counts as a hit."""
+        self.clock += 1
+        return self.clock
+
+    def touch(self, pages: Ids) -> None:
+        """The pages were hit now."""
+        self.stamp[positions(pages)] = self.clock
+
     def next_stamp(self) -> int | None:
         """A lower bound of the stamp of the next page that :meth:`pop` gives."""
-        return self._heap[0] >> _PAGE_BITS if self._heap else None
+        return self._tails.heap[0] >> _PAGE_BITS if self._tails.heap else None
 
     def forget(self) -> None:
         """Nothing is offered any more."""
-        for entry in self._heap:
-            self._queued[entry & _PAGE] = 0
-        self._heap.clear()
+        self._tails.forget()
+        self._interiors.forget()
 
     def offered(self) -> set[int]:
-        """Ids of the offered pages, for checks."""
-        return {entry & _PAGE for entry in self._heap}
+        """Ids of the offered tails, for checks."""
+        return self._tails.ids()
+
+    def offered_interiors(self) -> set[int]:
+        """Ids of the offered interiors, for checks."""
+        return self._interiors.ids()
 
     def check(self) -> None:
-        """The heap and its flags agree. Raises InvariantError."""
-        ids = [entry & _PAGE for entry in self._heap]
-        if len(ids) != len(set(ids)) or set(ids) != set(np.flatnonzero(np.frombuffer(self._queued, np.uint8)).tolist()):
-            raise InvariantError("the eviction heap and its flags disagree")
+        """The heaps and their flags agree. Raises InvariantError."""
+        self._tails.check()
+        self._interiors.check()

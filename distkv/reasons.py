@@ -70,6 +70,10 @@ class Memory:
         if not runs:
             del self._first[digest]
 
+    def forget_first_pages(self) -> None:
+        """All runs are about to go."""
+        self._first.clear()
+
     def explain(self, chain: KeyChain, matched: int, leaf: Run | None, used: int) -> Reason:
         """Why ``chain`` matched ``matched`` pages, ending at entry ``used - 1`` of ``leaf``, and not more."""
         if matched == chain.pages:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from distkv import Adapter, InvariantError, Message, PrefixCache, Reason, Span
-from tests.core.helpers import admit, prefill, request, serve, solo
+from distkv.books import Books
+from distkv.chain import Namer
+from tests.core.helpers import FINGERPRINT, admit, prefill, request, serve, solo
 from tests.core.naive import contents
 
 LONG = list(range(100, 140))
@@ -417,3 +419,26 @@ def test_a_match_is_the_callers() -> None:
     cache.reset()
     cache.check()
     assert np.array_equal(sequence.page_indices, pages)
+
+
+def test_a_cold_page_above_a_page_of_another_owner_can_be_evicted() -> None:
+    """One page is computed by two, and the third who shared it all leaves last but one: nothing may be forgotten."""
+    books = Books(3, 0, Namer(FINGERPRINT, 2), store_at_fill=True, asynchronous=False)
+    books.promise(3)
+    short, long = books.namer.chain([1, 2]), books.namer.chain([1, 2, 3, 4])
+    first = books.take(1)
+    books.store(short, first, 0)
+    again = books.take(2)  # the first page of both is the same; the first writer's stays
+    books.store(long, again, 0)
+    shared = books.match(long, 2).pages
+    assert shared.tolist() == [first[0], again[1]]
+    books.pool.own(shared)
+    books.release(first, 0)
+    books.index.check()
+    books.release(shared, 0)
+    books.index.check()
+    assert books.index.evict(1) == 1, "the page that was computed twice is cold, with a live page below it"
+    assert (books.index.cascades, len(books.index), books.pool.free) == (1, 0, 1)
+    books.index.check()
+    books.release(again, 0)
+    assert books.pool.free == 3
