@@ -23,6 +23,7 @@ from distkv.engine.gate import Bench
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import RecordedRequest, Recording
+from distkv.entries import NO_PAGES
 from distkv.errors import GateFailed
 from distkv.torch_group import TorchGroup
 
@@ -67,25 +68,27 @@ def check_pages(
     ids = np.asarray(page_ids, dtype=np.int32)[: len(tokens) // size]
     prefix = np.asarray(tokens, dtype=np.int32)[: len(ids) * size]
     again = _again(model, pool, [(prefix, ids)], recording)
-    again.fill(prefix)
+    again.fill(prefix, ids)
     return _compared(pool, again.pool, ids, np.arange(first, len(ids)))
 
 
 def check_cache(model: Model, cache: PrefixCache, pool: KVPool, *, recording: Recording | None = None) -> CacheCheck:
     """Every page that ``cache`` has in ``pool``, computed again and compared, see :func:`check_pages`.
 
-    Every rank of the model's group calls it, between two steps. The ranks may have cached different prefixes if the
-    model is batch-invariant: all compute the prefixes of all, and each compares what it has.
+    Every rank of the model's group calls it, between two steps, when nothing is in flight. The ranks may have cached
+    different prefixes if the model is batch-invariant: all compute the prefixes of all, and each compares what it has.
     """
-    mine = [(p.tokens, p.pages) for p in cache.cached_prefixes()]
+    own: dict[bytes, list[np.ndarray]] = {}
+    for prefix in cache.cached_prefixes():
+        own.setdefault(prefix.tokens.tobytes(), []).append(prefix.pages)
+    mine = [(np.frombuffer(data, np.int32), ids) for data in sorted(own) for ids in own[data]]
     again = _again(model, pool, mine, recording)
-    own = {tokens.tobytes(): [ids for t, ids in mine if np.array_equal(t, tokens)] for tokens, _ in mine}
     seen: set[int] = set()
     differences: list[CachedPageDifference] = []
     for data in _of_all_ranks(model, sorted(own)):
         tokens = np.frombuffer(data, np.int32)
-        again.fill(tokens)
-        for ids in own.get(data, []):
+        for ids in own.get(data, [NO_PAGES]):  # more than one: under another salt or adapter
+            again.fill(tokens, ids)
             new = np.array([i for i, page in enumerate(ids.tolist()) if page not in seen], dtype=np.int64)
             seen.update(ids.tolist())
             differences += [
@@ -120,7 +123,8 @@ class _Again(Protocol):
 
     pool: KVPool
 
-    def fill(self, tokens: np.ndarray) -> None: ...
+    def fill(self, tokens: np.ndarray, ids: np.ndarray) -> None:
+        """``ids``: the pages of this rank that hold them, for whoever needs to know where those came from."""
 
 
 def _again(
@@ -145,7 +149,7 @@ class _Alone:
     def __post_init__(self) -> None:
         self.pool = self.model.pool(1, self.page_size)
 
-    def fill(self, tokens: np.ndarray) -> None:
+    def fill(self, tokens: np.ndarray, ids: np.ndarray) -> None:
         n = min(len(tokens), len(self.tokens))
         same = tokens[:n] == self.tokens[:n]
         at = n if same.all() else int(same.argmin())
@@ -169,10 +173,10 @@ class _AsRecorded:
     """In the batches in which the pages were filled."""
 
     def __init__(self, model: Model, recording: Recording, prefixes: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        self._requests: dict[bytes, RecordedRequest] = {}
+        self._requests: dict[tuple[bytes, bytes], RecordedRequest] = {}
         for tokens, ids in prefixes:
             origin = tuple(recording.origin_of(page) for page in ids.tolist())
-            self._requests[tokens.tobytes()] = RecordedRequest(
+            self._requests[tokens.tobytes(), ids.tobytes()] = RecordedRequest(
                 f"cached prefix {len(self._requests)}", 0, len(tokens), origin, tokens, committed=len(tokens)
             )
         todo = list(self._requests.values())
@@ -180,5 +184,5 @@ class _AsRecorded:
         self._bench = Bench.of(model, recording, todo)
         self.pool = self._bench.pool
 
-    def fill(self, tokens: np.ndarray) -> None:
-        self._bench.run(self._requests[tokens.tobytes()])
+    def fill(self, tokens: np.ndarray, ids: np.ndarray) -> None:
+        self._bench.run(self._requests[tokens.tobytes(), ids.tobytes()])

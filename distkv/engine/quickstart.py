@@ -33,6 +33,7 @@ from distkv.engine.report import (
     Turn,
     errors_by_rank,
     print_report,
+    quiet,
     request_id,
     short,
     title,
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layout = Layout.from_environment()
         if layout.source == "torchrun":
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
-        _quiet(layout.rank)
+        quiet(layout.rank)
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
         conversations = read_conversations(given.messages) if given.messages else built_in()
@@ -89,17 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("distkv: interrupted", file=sys.stderr, flush=True)
         return 130
-
-
-def _quiet(rank: int) -> None:
-    """Plain log lines of our own, only from rank 0."""
-    logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
-    logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    import transformers
-
-    theirs: Any = transformers.utils.logging  # has no types
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
 
 
 def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *, own_file: bool) -> int:

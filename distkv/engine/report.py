@@ -1,19 +1,32 @@
-"""What the quickstart prints: lines while it works, and the table at the end."""
+"""What the programs print: lines while they work, and the quickstart's table at the end."""
 
 from __future__ import annotations
 
+import logging
 import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distkv.engine.compare import GateReport
 from distkv.engine.launch import counted
 from distkv.engine.requests import Completion
 
-__all__ = ["Output", "Refusal", "Turn", "errors_by_rank", "print_report", "request_id", "short", "title", "with_titles"]
+__all__ = [
+    "Output",
+    "Refusal",
+    "Turn",
+    "errors_by_rank",
+    "print_report",
+    "quiet",
+    "request_id",
+    "short",
+    "title",
+    "with_titles",
+]
 
 _IDS = re.compile(r"request '([^']*/\d+/(?:on|off))'")
 
@@ -64,6 +77,17 @@ class Output:
         if self._rank == 0:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
+
+
+def quiet(rank: int) -> None:
+    """Plain log lines of our own, only from rank 0."""
+    logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
+    logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    import transformers
+
+    theirs: Any = transformers.utils.logging  # has no types
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
 
 
 def request_id(conversation: str, number: int, mode: str) -> str:

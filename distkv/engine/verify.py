@@ -28,7 +28,7 @@ from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, built_in, read_conversations
 from distkv.engine.launch import Ranks, StartFailed, counted, launched, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
-from distkv.engine.report import Output, errors_by_rank
+from distkv.engine.report import Output, errors_by_rank, quiet
 from distkv.engine.turns import Talk, chats, random_talks
 from distkv.engine.verification import Failed, Verification
 from distkv.errors import ConfigError, DistKVError, InputFileError, ModelError, PromptError
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(given.config, ServeConfig)
         conversations = None if given.random else read_conversations(given.messages) if given.messages else built_in()
         if layout.source == "alone" and config.parallel.tp > 1:
-            return _start(config, sys.argv[2:] if arguments is None else arguments)
+            return _start(config, sys.argv[1:] if arguments is None else arguments)
         if layout.source == "torchrun":
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
-        _quiet(layout.rank)
+        quiet(layout.rank)
         with launched(
             layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
             transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
@@ -95,19 +95,7 @@ def _start(config: ServeConfig, arguments: Sequence[str]) -> int:
     launching.take_interrupts("distkv")
     hosts = launching.Hosts.from_environment(config.parallel.tp)
     hosts.check_number(config.parallel.tp)
-    return launching.start(__name__ if __name__ != "__main__" else "distkv.engine.verify", arguments, hosts,
-                           name="distkv", explained=(1, 2))  # fmt: skip
-
-
-def _quiet(rank: int) -> None:
-    """Plain log lines of our own, only from rank 0."""
-    logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
-    logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    import transformers
-
-    theirs: Any = transformers.utils.logging  # has no types
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
+    return launching.start("distkv.engine.verify", arguments, hosts, name="distkv", explained=(1, 2))
 
 
 def _run(
