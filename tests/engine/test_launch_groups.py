@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,8 @@ def two_replicas_case(rank: int, world_size: int, folder: Path) -> tuple[list[in
     return [engine.cache.stats().cached_tokens, int(everyone)], answers
 
 
-def test_engines_on_sub_groups_leave_the_world_as_it_was(tmp_path: Path) -> None:
-    folder = tiny.model_folder(tmp_path, "llama", kv_heads=4)
-    results = run_ranks(two_replicas_case, 4, (folder,), timeout_s=GENEROUS)
+def test_engines_on_sub_groups_leave_the_world_as_it_was(folders: Callable[[str, int], Path]) -> None:
+    results = run_ranks(two_replicas_case, 4, (folders("llama", 4),), timeout_s=GENEROUS)
     assert [numbers for numbers, _ in results] == [[32, 6]] * 4
     assert results[0][1][0] == results[0][1][1]
     assert results[2][1][0] == results[2][1][1]
