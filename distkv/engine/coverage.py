@@ -47,7 +47,7 @@ def _same_on_all_ranks(
     """
     if model.tp_group is None:
         return
-    plan = [(r.id, r.origin, r.computed) for r in todo]
+    plan = [(r.id, r.origin, r.computed) for r in (*recording.requests.values(), *todo)]
     mine = xxhash.xxh3_64_digest(repr((plan, recording.batches)).encode()) if problem is None else b""
     group = TorchGroup(model.tp_group, timeout_s=model.timeout_s)
     digests = group.exchange(mine, purpose="the gate's comparison of schedules")

@@ -21,6 +21,7 @@ import torch
 from distkv.engine.attention import Batch
 from distkv.engine.compare import GateReport, compare
 from distkv.engine.coverage import check_recording
+from distkv.engine.lineage import Lineage
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Place, RecordedRequest, Recording, logits_hash
@@ -89,63 +90,63 @@ class Bench:
     recording: Recording
     pool: KVPool
     table: np.ndarray
-    kept: list[tuple[Place, ...]] = field(default_factory=list)
-    """For each page of the table: where the tokens that lie in it were computed."""
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    lineage: Lineage
+    kept: list[int] = field(default_factory=list)
+    """The versions of the table's pages."""
 
     @classmethod
-    def of(cls, model: Model, recording: Recording, todo: Sequence[RecordedRequest]) -> Bench:
+    def of(
+        cls, model: Model, recording: Recording, todo: Sequence[RecordedRequest], lineage: Lineage | None = None
+    ) -> Bench:
         """A bench for these requests of a recording that was checked for them."""
         size = recording.pool.page_size
         longest = max((r.committed for r in todo), default=0)
         widest = max((sum(c.n for c in b.chunks) for b in recording.batches), default=0)
         # behind the table of the request under test lie pages for rows that only give a batch its size
         table, spare = -(-longest // size), -(-widest // size)
-        bench = cls(model, recording, model.pool(table + spare, size), np.arange(table, dtype=np.int32))
+        pool, pages = model.pool(table + spare, size), np.arange(table, dtype=np.int32)
+        bench = cls(model, recording, pool, pages, lineage or Lineage(recording))
         bench.forget()
         return bench
 
     def forget(self) -> None:
         """Nothing that was computed so far is used again."""
-        self.kept, self.tokens = [], np.zeros(0, np.int32)
+        self.kept = []
         self.pool.data.fill_(float("nan"))  # an engine's pool begins with zeros: nobody's untouched bytes are equal
 
     def run(self, request: RecordedRequest, progress: Progress | None = None) -> Recomputed:
         """Computes a request, but for the leading pages that it shares with the one before."""
-        places = self._places(request)
+        versions = self.lineage.versions(request, -(-request.committed // self.pool.page_size))
+        cached, own = len(request.origin), sorted(request.computed)
+        keep = 0
+        while keep < min(cached, len(self.kept)) and self.kept[keep] == versions[keep]:
+            keep += 1
+        total = cached - keep + len(own)
+        for done, page in enumerate(range(keep, cached), 1):
+            self._cached_page(request, page)
+            if progress is not None:
+                progress(request.id, done, total)
         logits: dict[int, int] = {}
-        own = set(request.computed)
-        for done, place in enumerate(places):
+        for done, place in enumerate(own, cached - keep + 1):
             row = self._batch(request, place)
-            if row is not None and place in own:
+            if row is not None:
                 chunk = self.recording.batches[place[0]].chunks[place[1]]
                 logits[chunk.start + chunk.n - 1] = logits_hash(row)
             if progress is not None:
-                progress(request.id, done + 1, len(places))
-        self.tokens = request.tokens[: request.committed]
+                progress(request.id, done, total)
+        self.kept = versions
         return Recomputed(logits, self.pool.token_hashes(self.table, request.committed))
 
-    def _places(self, request: RecordedRequest) -> list[Place]:
-        """The chunks to compute, in the order of the run; the pages that may be kept are left out."""
-        size, keep = self.pool.page_size, 0
-        for page, origin in enumerate(request.origin):
-            end = (page + 1) * size
-            same = keep == page and page < len(self.kept) and self.kept[page] == origin and end <= len(self.tokens)
-            if same and np.array_equal(self.tokens[page * size : end], request.tokens[page * size : end]):
-                keep += 1
-        own = sorted(request.computed)
-        cached = {place for origin in request.origin[keep:] for place in origin}
-        self.kept = list(request.origin) + self._origin_of(own, len(request.origin), request.committed)
-        return sorted(cached) + own
-
-    def _origin_of(self, places: list[Place], first: int, tokens: int) -> list[tuple[Place, ...]]:
-        size = self.pool.page_size
-        pages: list[list[Place]] = [[] for _ in range(first, -(-tokens // size))]
-        for place in places:
-            chunk = self.recording.batches[place[0]].chunks[place[1]]
-            for page in range(chunk.start // size, (chunk.start + chunk.n - 1) // size + 1):
-                pages[page - first].append(place)
-        return [tuple(page) for page in pages]
+    def _cached_page(self, request: RecordedRequest, page: int) -> None:
+        """Computes a page that came from the cache, above the pages above which it was computed then."""
+        if self.lineage.as_seen(request, page):
+            for place in request.origin[page]:
+                self._batch(request, place)
+            return
+        before = self.lineage.prefix(self.lineage.writer(request, page), page + 1)
+        apart = Bench.of(self.model, self.recording, [before], self.lineage)
+        apart.run(before)
+        self.pool.data[:, :, int(self.table[page])] = apart.pool.data[:, :, page]
 
     def _batch(self, request: RecordedRequest, place: Place) -> torch.Tensor | None:
         """Runs one recorded batch with ``request`` in one chunk of it; returns the chunk's logits if it has any."""

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from distkv.engine import gate
 from distkv.engine.compare import GateReport, compare
 from distkv.engine.engine import Engine
+from distkv.engine.fuzz import Fuzzed
 from distkv.engine.model import load_model
+from distkv.engine.page_check import check_cache
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
 from distkv.engine.schedule import Chunk, Grid, Replay, Runnable
@@ -175,6 +177,29 @@ def test_a_page_table_with_another_requests_page_is_refused(folders: Folders) ->
     requests["second"].origin = (*requests["second"].origin[:3], ((0, 0),))
     with pytest.raises(GateFailed, match=r"request 'second'.*page 3 .*not computed for"):
         checked(engine)
+
+
+def test_pages_that_were_computed_above_a_duplicate_have_its_bits(folders: Folders) -> None:
+    """Two requests compute one page at the same time, in other batches; the index has it of the one, and the rest of
+    the other."""
+    scheduler = Fuzzed(np.random.default_rng(1), 64, 7, tiny.PAGE)
+    engine = tiny.engine(tiny.config(folders("llama", 12)), scheduler=scheduler)
+    long = tiny.tokens(70, 1)
+    engine.submit(Prompt(tokens=long[:20], id="short", output_limit=1))
+    engine.submit(Prompt(tokens=long, id="long", output_limit=1))
+    while engine.busy:
+        engine.step()
+    tiny.conversation(engine, "reader", [np.concatenate([long, tiny.tokens(9, 2)]), tiny.tokens(20, 3)])
+    recording = recording_of(engine)
+    short, other, reader = (recording.requests[name] for name in ("short", "long", "reader0"))
+    assert short.kv is not None
+    assert other.kv is not None
+    assert not np.array_equal(short.kv[:16], other.kv[:16]), "the schedule shows in the bits"
+    writers = [recording.batches[number].chunks[i].request_id for (number, i), *_ in reader.origin]
+    assert writers == ["short", "long", "long", "long"]
+    for continued in (False, True):
+        assert checked(engine, continued=continued).differences == ()
+    assert check_cache(engine.model, engine.cache, engine.pool, recording=recording).differences == ()
 
 
 def test_pages_filled_by_pieces_across_their_end_are_refused(folders: Folders) -> None:
