@@ -125,7 +125,7 @@ class PrefixIndex:
         while freed < n:
             page = self.recency.pop()
             if page is None:
-                if not self._evict_interior():
+                if not self.evict_interior():
                     break
                 freed += 1
                 continue
@@ -156,7 +156,7 @@ class PrefixIndex:
         n = int(np.count_nonzero(takeable))
         return n if n == len(at) else max(1, int(takeable[::-1].argmin()))
 
-    def _evict_interior(self) -> bool:
+    def evict_interior(self) -> bool:
         """Drops one cold page that has no cold descendant, and its descendants from the index. False: there is none.
 
         Such a page exists if a live child hangs below a cold parent: its owner computed the parent's pages a second

@@ -44,13 +44,13 @@ class Reason(StrEnum):
 class Memory:
     """What the index remembers to explain misses: keys that left it, and which chains begin with which tokens.
 
-    The keys that left are kept in a table of two slots per page of the pool, where a newer key may overwrite an
+    The keys that left are kept in a table of one slot per page of the pool, where a newer key may overwrite an
     older one: then the reason reads "never seen". Reasons are for people; nothing is decided by them.
     """
 
     def __init__(self, pages: int) -> None:
-        self._left = array("Q", bytes(8 * 2 * pages))
-        self._first: dict[int, dict[int, Run]] = {}
+        self._left = array("Q", bytes(8 * pages))
+        self._first: dict[int, Run | dict[int, Run]] = {}  # mostly one, and a dictionary for one takes 200 bytes
 
     def evicted(self, keys: Iterable[int]) -> None:
         """These keys left the index."""
@@ -60,14 +60,21 @@ class Memory:
 
     def first_page(self, run: Run, page_bytes: int) -> None:
         """A run that begins a chain was made."""
-        self._first.setdefault(_digest(run, page_bytes), {})[run.slot] = run
+        digest = _digest(run, page_bytes)
+        there = self._first.setdefault(digest, run)
+        if isinstance(there, Run):
+            if there is not run:
+                self._first[digest] = {there.slot: there, run.slot: run}
+        else:
+            there[run.slot] = run
 
     def forget_first_page(self, run: Run) -> None:
         """Such a run is about to go; it still has its tokens and pages."""
         digest = _digest(run, len(run.tokens) // len(run))
-        runs = self._first[digest]
-        del runs[run.slot]
-        if not runs:
+        there = self._first[digest]
+        if isinstance(there, dict):
+            del there[run.slot]
+        if not isinstance(there, dict) or not there:
             del self._first[digest]
 
     def forget_first_pages(self) -> None:
@@ -102,7 +109,8 @@ class Memory:
         return other
 
     def _first_runs(self, chain: KeyChain, page_bytes: int) -> Iterable[Run]:
-        return self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), {}).values()
+        there = self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), {})
+        return (there,) if isinstance(there, Run) else there.values()
 
     def _indexed(self, chain: KeyChain, leaf: Run | None, used: int) -> bool:
         """Whether the page behind the match is indexed too: then only the one token to compute was kept back."""

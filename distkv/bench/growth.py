@@ -9,8 +9,10 @@ import numpy as np
 
 from distkv.bench.rows import markdown, number
 from distkv.bench.timing import measure, repeat, settled
-from distkv.bench.workloads import Conversation, Sizes, new_cache, store, tokens, with_tails
+from distkv.bench.workloads import FINGERPRINT, Conversation, Sizes, new_cache, store, tokens, with_tails
 from distkv.books import Books
+from distkv.chain import Namer
+from distkv.pages import Pages
 from distkv.request import Message, Request
 
 
@@ -45,14 +47,16 @@ def table(found: Sequence[Growth]) -> str:
 
 
 def all_of(sizes: Sizes) -> Iterator[Growth]:
-    """Every growth that the plan names, and those of reset and of an interior eviction."""
+    """Growth against prompt length, entries, tails, waiting requests and pool; of eviction of an interior and reset."""
     for operation, size, most, start, timer in (
         ("match + page table", "prompt tokens", 1.0, sizes.prompt >> sizes.growth_steps, _match_by_prompt),
         ("match of a short prompt", "entries", 0.0, 256, _match_by_entries),
         ("store of new tokens", "entries", 0.0, 256, _store_by_entries),
         ("evict one page", "tails", 0.0, 64, _evict_by_tails),
-        ("a step that admits one", "waiting requests", 0.0, 16, _step_by_waiting),
-        ("a step that admits one", "pool pages", 0.0, 4_096, _step_by_pool),
+        ("evict one interior page", "pool pages", 0.0, 1_024, _interior_by_pool),
+        ("step, none of the first K fits", "waiting requests", 0.0, 16, _step_by_waiting),
+        ("whole short request", "pool pages", 0.0, 4_096, _request_by_pool),
+        ("reset", "entries", 1.0, 256, _reset_by_entries),
     ):
         points = []
         for doubling in range(sizes.growth_steps + 1):
@@ -95,19 +99,46 @@ def _evict_by_tails(sizes: Sizes, n: int) -> float:
     return measure(books.index.evict, lambda: 1, n).median
 
 
+def _interior_by_pool(sizes: Sizes, n: int) -> float:
+    """A cold page under which another owner's page hangs: it computed the first one a second time."""
+    books = Books(n, 0, Namer(FINGERPRINT, sizes.page_size), store_at_fill=False, asynchronous=False)
+    rng = np.random.default_rng(43)
+    chain = books.namer.chain(tokens(rng, 2 * sizes.page_size))
+    _warm(books, sizes, n // 2)
+
+    def cold_above_live() -> Pages:
+        books.promise(3)
+        first, again = books.take(1), books.take(2)
+        books.store(chain.branch(sizes.page_size), first, 0)
+        books.store(chain, again, 0)
+        books.release(first, 0)
+        kept.append(again)
+        return first
+
+    kept: list[Pages] = []
+    return measure(lambda _: books.index.evict_interior(), cold_above_live, sizes.repeats,
+                   after=lambda: books.release(kept.pop(), 0)).median
+
+
+def _warm(books: Books, sizes: Sizes, pages: int) -> None:
+    """Other pages that are live, so that none of them is a candidate."""
+    rng = np.random.default_rng(47)
+    for _ in range(pages * sizes.page_size // sizes.new):
+        chain = books.namer.chain(tokens(rng, sizes.new))
+        books.promise(chain.pages)
+        books.store(chain, books.take(chain.pages), 0)
+
+
 def _step_by_waiting(sizes: Sizes, n: int) -> float:
-    """n requests wait behind one that fits, K of them are looked at."""
-    cache, rng = new_cache(64, sizes.page_size), np.random.default_rng(43)
+    cache, rng = new_cache(64, sizes.page_size), np.random.default_rng(44)
     large = cache.chain(tokens(rng, 60 * sizes.page_size))
-    small = cache.chain(tokens(rng, sizes.page_size))
-    cache.step(Message(requests=tuple(Request(id=f"w{i}", chain=large, output_limit=sizes.page_size)
-                                      for i in range(n + 1))))
-    del small
+    waiting = tuple(Request(id=f"w{i}", chain=large, output_limit=sizes.page_size) for i in range(n + 1))
+    cache.step(Message(requests=waiting))  # the first runs, the others wait for its pages
     return repeat(cache.step, sizes.repeats).median
 
 
-def _step_by_pool(sizes: Sizes, n: int) -> float:
-    cache, rng = new_cache(n, sizes.page_size), np.random.default_rng(44)
+def _request_by_pool(sizes: Sizes, n: int) -> float:
+    cache, rng = new_cache(n, sizes.page_size), np.random.default_rng(45)
     chain = cache.chain(tokens(rng, 8 * sizes.page_size))
     ids = iter(range(10**9))
 
@@ -118,3 +149,7 @@ def _step_by_pool(sizes: Sizes, n: int) -> float:
         sequence.finish()
 
     return measure(one, lambda: Request(id=str(next(ids)), chain=chain, output_limit=1), sizes.repeats).median
+
+
+def _reset_by_entries(sizes: Sizes, n: int) -> float:
+    return measure(lambda books: books.next_epoch(None), lambda: _filled(sizes, n), 5, warm=1).median
