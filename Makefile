@@ -50,8 +50,9 @@ lint: $(VENV)/.has-tests ## ruff
 types: $(VENV)/.has-tests ## mypy --strict
 	@$(BIN)/python -m mypy --strict distkv
 
-docs: $(VENV)/.has-tests ## write docs/configuration.md from the configuration classes
+docs: $(VENV)/.has-tests ## write docs/configuration.md and docs/api.md from the source
 	@$(BIN)/python -m distkv.config_reference distkv.engine.config:ServeConfig > docs/configuration.md
+	@$(BIN)/python -m distkv.api_reference > docs/api.md
 
 clean: ## remove what tools and builds leave behind, but keep .venv
 	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
