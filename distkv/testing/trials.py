@@ -25,7 +25,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import get_args
 
@@ -87,8 +88,11 @@ def context() -> ForkServerContext:
     return forks
 
 
-def run_trial(trial: Trial, folder: Path, forks: ForkServerContext) -> Result:
-    """Runs one trial; ``folder / "model"`` has the model. Leaves no process behind."""
+def run_trial(trial: Trial, folder: Path, forks: ForkServerContext | ForkContext) -> Result:
+    """Runs one trial; ``folder / "model"`` has the model. Leaves no process behind.
+
+    ``forks`` is :func:`context`'s, or "fork" in a process that has computed nothing and has no threads.
+    """
     place = Path(tempfile.mkdtemp(dir=folder))
     store = None
     if trial.store_on_rank_0:
@@ -112,7 +116,7 @@ def run_trial(trial: Trial, folder: Path, forks: ForkServerContext) -> Result:
         del store
 
 
-def _judge(trial: Trial, place: Path, ranks: Sequence[ForkServerProcess]) -> Result:
+def _judge(trial: Trial, place: Path, ranks: Sequence[BaseProcess]) -> Result:
     lost = {trial.victim} if trial.kind in ("kill", "stop") else set()
     others = [process for rank, process in enumerate(ranks) if rank not in lost]
     struck = place / "struck"

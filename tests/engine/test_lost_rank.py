@@ -5,15 +5,16 @@ One trial of each kind; ``python -m distkv.testing.trials`` runs as many as want
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from distkv.testing import trials
 from distkv.testing._trial_rank import Trial
+from distkv.testing.processes import run_ranks
 
 DEADLINE = 4.0
+ERRORS = {"kill": "PeerLost", "stop": "GroupTimeout", "forward": "PeerFault", "commit": "PeerFault"}
 KILLED = Trial(kind="kill", ranks=3, victim=2, step=5, place="layer", layer=1, seed=1, timeout_s=DEADLINE,
                store_on_rank_0=False)  # fmt: skip
 TRIALS = [
@@ -25,16 +26,16 @@ TRIALS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trials")
-    trials.random_model(folder / "model")
-    return folder
+def trials_case(rank: int, world_size: int, folder: Path) -> list[tuple[list[str], list[str]]]:
+    """In a process that has imported everything, so that the ranks are forked from it."""
+    forks = multiprocessing.get_context("fork")
+    results = [trials.run_trial(trial, folder, forks) for trial in TRIALS]
+    return [(result.problems, [report.error for report in result.reports]) for result in results]
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.kind)
-def test_the_others_end_with_a_named_error_within_the_deadline(folder: Path, trial: Trial) -> None:
-    result = trials.run_trial(trial, folder, trials.context())
-    assert not result.problems
-    wanted = {"kill": "PeerLost", "stop": "GroupTimeout"}.get(trial.kind, "PeerFault")
-    assert [report.error for report in result.reports] == [wanted] * 2
+def test_the_others_end_with_a_named_error_within_the_deadline(tmp_path: Path) -> None:
+    trials.random_model(tmp_path / "model")
+    (results,) = run_ranks(trials_case, 1, (tmp_path,), backend=None, timeout_s=240.0)
+    for trial, (problems, errors) in zip(TRIALS, results, strict=True):
+        assert not problems, trial
+        assert errors == [ERRORS[trial.kind]] * 2, trial
