@@ -1,0 +1,34 @@
+"""``distkv bench engine``: both modes do the same, and the table and the file say what each took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distkv.bench.engine import main
+from tests.engine import tiny
+
+
+def test_both_modes_are_measured(
+    folders: Callable[[str, int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"model": {"source": str(folders("llama", 4))}, "cache": {"page_size": tiny.PAGE}, "pool": {"pages": 8}}
+    config, out = tmp_path / "config.yaml", tmp_path / "out.json"
+    config.write_text(yaml.safe_dump(settings))
+    assert main([str(config), "--prompts", "70", "--repeat", "2", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        "prefill of 70 tokens", "decode step behind 70 tokens", "first token, 70 cached + 64 new",
+    ]  # fmt: skip
+    for row in rows:
+        assert row["name"] in shown
+        assert len(row["fast"]["seconds"]) == len(row["invariant"]["seconds"]) == 2
+        assert row["ratio"] == min(row["invariant"]["seconds"]) / min(row["fast"]["seconds"])
+    config.write_text(yaml.safe_dump({**settings, "parallel": {"tp": 2}}))
+    assert main([str(config)]) == 2
+    assert "parallel.tp: is 2" in capsys.readouterr().err
