@@ -50,7 +50,8 @@ def random_case(
     tokens: list[np.ndarray] = []
     donors: list[tuple[int, int]] = []
     for i in range(count):
-        own = random.integers(0, vocab, _length(random, longest)).astype(np.int32)
+        length = _length(random, longest) if random.integers(0, 2) else int(random.integers(1, longest + 1))
+        own = random.integers(0, vocab, length).astype(np.int32)
         donor = int(random.integers(0, i)) if i else 0
         most = min(len(tokens[donor]), len(own) - 1) // page_size if i else 0
         shared = int(random.integers(0, most + 1)) if most else 0
