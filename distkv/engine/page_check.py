@@ -147,7 +147,12 @@ class _Alone:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
-        self.pool = self.model.pool(1, self.page_size)
+        self.pool = self._new_pool(1)
+
+    def _new_pool(self, pages: int) -> KVPool:
+        pool = self.model.pool(pages, self.page_size)
+        pool.data.fill_(float("nan"))  # an engine's pool begins with zeros: nobody's untouched bytes are equal
+        return pool
 
     def fill(self, tokens: np.ndarray, ids: np.ndarray) -> None:
         n = min(len(tokens), len(self.tokens))
@@ -165,7 +170,7 @@ class _Alone:
     def _make_room(self, pages: int) -> None:
         if pages <= self.pool.pages:
             return
-        old, self.pool = self.pool, self.model.pool(max(pages, 2 * self.pool.pages), self.page_size)
+        old, self.pool = self.pool, self._new_pool(max(pages, 2 * self.pool.pages))
         self.pool.data[:, :, : old.pages] = old.data
 
 

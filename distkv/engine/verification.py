@@ -89,10 +89,12 @@ class Verification:
         self._first = None
         if not self._invariant:
             self._out.line(_SAME_SCHEDULE)
-        self._drive(engine, lambda: self._answer(engine, talks()))
+        try:
+            self._drive(engine, lambda: self._answer(engine, talks()))
+        finally:
+            engine.close()
         assert engine.recording is not None
         self._references = engine.recording.requests
-        engine.close()
 
     def _answer(self, engine: Engine, talks: list[Talk]) -> None:
         for talk in talks:
