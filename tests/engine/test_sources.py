@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from distkv.engine import sources
 from distkv.engine._lock import locked
@@ -31,10 +33,20 @@ def convert_case(rank: int, world_size: int, gguf: Path, cache: Path) -> tuple[P
     return folder, (folder / "model.safetensors").stat().st_mtime_ns
 
 
+def rank_0_last_case(rank: int, world_size: int, gguf: Path, cache: Path) -> tuple[Path, int]:
+    """Ranks 1 and 2 meet at the lock; any rank of a group may be the one that converts."""
+    if rank == 0:
+        dist.barrier()
+        return convert_case(rank, world_size, gguf, cache)
+    found = convert_case(rank, world_size, gguf, cache)
+    dist.barrier()
+    return found
+
+
 def test_of_several_processes_one_converts_and_damage_is_repaired(
     gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = run_ranks(convert_case, 3, (gguf, tmp_path), backend="gloo", timeout_s=240.0)
+    results = run_ranks(rank_0_last_case, 3, (gguf, tmp_path), backend="gloo", timeout_s=240.0)
     assert len(set(results)) == 1
     folder, written = results[0]
     assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
@@ -61,18 +73,10 @@ def test_of_several_processes_one_converts_and_damage_is_repaired(
     assert model.stop_ids == {2}
 
 
-def not_rank_0_case(rank: int, world_size: int, gguf: Path, cache: Path) -> bool:
-    if rank == 1:
-        folder = sources.model_folder(str(gguf), cache)
-        assert (folder / "model.safetensors").exists()
-    return True
-
-
-def test_any_rank_of_a_group_may_be_the_one_that_converts(gguf: Path, tmp_path: Path) -> None:
-    assert run_ranks(not_rank_0_case, 2, (gguf, tmp_path), timeout_s=240.0) == [True, True]
-
-
-def test_a_converter_that_was_killed_leaves_nothing_that_counts(gguf: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def converted(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``models`` folder of a cache whose first converter was killed in the middle."""
+    tmp_path = tmp_path_factory.mktemp("converted")
     code = "import sys; from pathlib import Path; from distkv.engine.sources import model_folder as convert\n"
     code += "convert(sys.argv[1], Path(sys.argv[2]))"
     process = subprocess.Popen([sys.executable, "-c", code, gguf, tmp_path], stderr=subprocess.DEVNULL)
@@ -81,8 +85,13 @@ def test_a_converter_that_was_killed_leaves_nothing_that_counts(gguf: Path, tmp_
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert list(tmp_path.glob("models/*.part")), "it was killed in the middle"
-    folder = sources.model_folder(str(gguf), tmp_path)
-    assert not list(tmp_path.glob("models/*.part"))
+    sources.model_folder(str(gguf), tmp_path)
+    return tmp_path / "models"
+
+
+def test_a_converter_that_was_killed_leaves_nothing_that_counts(converted: Path) -> None:
+    assert not list(converted.glob("*.part"))
+    (folder,) = (path for path in converted.iterdir() if path.is_dir())
     assert sources._problem(folder) is None
 
 
@@ -128,9 +137,10 @@ def test_a_lock_that_is_never_given_back_is_a_named_error(
 
 
 def test_a_finished_folder_needs_no_lock(
-    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gguf: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = sources.model_folder(str(gguf), tmp_path)
+    shutil.copytree(converted, tmp_path / "models")
+    (folder,) = (path for path in (tmp_path / "models").iterdir() if path.is_dir())
     monkeypatch.setattr(sources, "_LOCK_S", 0.5)
     with spawned(HOLD + "import time; time.sleep(60)", f"{folder}.lock") as holder:
         assert holder.stdout is not None
