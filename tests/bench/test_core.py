@@ -37,7 +37,7 @@ def test_every_row_was_measured(report: dict[str, Any]) -> None:
     names = " / ".join(row["name"] for row in report["rows"])
     for what in ("match + page table", "miss on the first page", "keys of a cold prompt, int32", "list", "kept chain",
                  "store", "evict one page", "whole request", "hit share", "metadata per cached token", "collectives",
-                 "0 % reuse", "share of a step"):
+                 "0 % reuse: the cache adds to a step with a new prompt", "share of a step that decodes"):
         assert what in names, what
     for row in report["rows"] + report["floors"]:
         assert np.isfinite(row["value"])
