@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--messages", metavar="FILE", help='JSON Lines, {"messages": [...]} on each line; default: the '
                       "built-in conversation")  # fmt: skip
     what.add_argument("--random", action="store_true", help="prompts of random token ids; needs no tokenizer")
-    parser.add_argument("--schedules", metavar="N", type=_count, default=8, help="random schedules (8)")
+    parser.add_argument("--schedules", metavar="N", type=_count, default=4, help="random schedules (4)")
     parser.add_argument("--seed", metavar="S", type=_count, default=0, help="of the random schedules and prompts (0)")
     return parser
 
