@@ -11,7 +11,7 @@ import numpy as np
 
 from distkv.encoding import encode
 from distkv.errors import KeyNamingError
-from distkv.keys import KEY_FUNCTIONS, TOKEN_BYTES, Adapter, Fingerprint, Hash64, Span, token_bytes
+from distkv.keys import KEY_FUNCTIONS, TOKEN_BYTES, Adapter, Fingerprint, Hash64, Span, spans_after, token_bytes
 
 
 class Namer:
@@ -190,12 +190,20 @@ class KeyChain:
     def follow(self, tokens: object, spans: Iterable[Span] = ()) -> KeyChain:
         """The chain of ``tokens`` that reuses the names of the common prefix: for the next turn of a conversation.
 
-        ``spans`` are all spans of the new prompt. The result is a branch; this chain stays as it is.
+        A span of this chain whose whole range ``tokens`` repeat, at the same positions, is kept, so that an item never
+        loses its name by being left out; ``spans`` are the others of the new prompt, and may repeat kept ones. The
+        result is a branch; this chain stays as it is.
+
+        Raises KeyNamingError where it would have to guess: a span that overlaps a kept one of the common prefix and
+        is another, and a span of this chain that the new tokens leave in its midst, unless one of ``spans`` says
+        what the repeated part of it is now. ``branch(n).follow(...)`` with n before such a span knows nothing of it.
         """
         data = memoryview(token_bytes(tokens))
-        new_spans = sorted(spans, key=lambda s: s.start)
         common = self._common_tokens(data)
         old_spans = self.spans
+        new_spans = sorted(spans, key=lambda s: s.start)
+        if old_spans:
+            new_spans = spans_after(old_spans, new_spans, common, self._log.tokens, data)
         for old, new in zip(old_spans, new_spans, strict=False):
             if old != new:
                 common = min(common, old.start, new.start)

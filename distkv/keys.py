@@ -14,7 +14,8 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,35 @@ class Span:
     def end(self) -> int:
         """The first position behind the span."""
         return self.start + self.length
+
+
+def spans_after(own: Sequence[Span], given: list[Span], common: int, own_ids: bytearray,
+                ids: memoryview) -> list[Span]:
+    """All spans of a prompt that follows one with the spans ``own``, where ``given`` were said of it; both sorted.
+
+    The prompts share their first ``common`` tokens; ``own_ids`` and ``ids`` are their token bytes. An own span whose
+    whole range is repeated at the same positions is kept. Raises KeyNamingError instead of a guess: see
+    :meth:`distkv.KeyChain.follow`.
+    """
+    spans = list(given)
+    for span in own:
+        low, high = span.start, span.end
+        at = bisect_right(given, low, key=lambda s: s.end)
+        over = given[at] if at < len(given) and given[at].start < high else None
+        if high <= common:
+            if over is not None and over != span:
+                raise KeyNamingError(f"the span {over.start} .. {over.end - 1} is another than the chain's own {low} "
+                                     f".. {high - 1}, whose tokens are repeated; to replace it, follow branch({low})")
+        elif low < common:
+            if over is None or over.start > low or over.end < common:
+                raise KeyNamingError(f"the tokens depart at {common}, inside the span {low} .. {high - 1}: give the "
+                                     f"span that the new prompt has there, or, if it has none, follow branch({low})")
+            continue
+        elif ids[TOKEN_BYTES * low : TOKEN_BYTES * high] != own_ids[TOKEN_BYTES * low : TOKEN_BYTES * high]:
+            continue  # behind the common tokens, and something else
+        if over is None:
+            spans.append(span)
+    return sorted(spans, key=lambda s: s.start)
 
 
 def token_bytes(ids: object) -> bytes | memoryview:

@@ -78,21 +78,36 @@ class Chains(RuleBasedStateMachine):
             self.add(chain.branch(n), tokens[:n], [s for s in spans if s.end <= n])
         assert self.hashed == before, "a branch hashes nothing"
 
-    @rule(i=st.integers(0, 5), keep=st.integers(0, 20), ids=IDS, other=st.booleans(), draws=SPANS)
-    def follow(self, i: int, keep: int, ids: list[int], other: bool, draws: list[tuple[int, int, int]]) -> None:
+    @rule(i=st.integers(0, 5), keep=st.integers(0, 20), ids=IDS, given=st.sampled_from(["none", "all", "other"]),
+          draws=SPANS)
+    def follow(self, i: int, keep: int, ids: list[int], given: str, draws: list[tuple[int, int, int]]) -> None:
         chain, tokens, spans = self.chains[i % len(self.chains)]
         new = tokens[:keep] + ids
-        kept = [s for s in spans if s.end <= len(new)]
-        new_spans = spans_in(draws, 0, len(new)) if other else kept
-        before = self.hashed
-        found = chain.follow(new, spans=new_spans)
         shorter = min(len(tokens), len(new))
         common = next((n for n in range(shorter) if tokens[n] != new[n]), shorter)
-        if not other and kept == spans:
-            inside = [s.start for s in spans if s.start < common < s.end]
-            common = min([common, *inside])
+        cut = [s for s in spans if s.start < common < s.end]
+        repeated = [s for s in spans if tokens[s.start : s.end] == new[s.start : s.end] and s.end <= len(new)]
+        told = {"none": [], "all": repeated, "other": spans_in(draws, 0, len(new))}[given]
+        wanted, guess = list(told), False
+        for s in spans:
+            over = [t for t in told if t.start < s.end and s.start < t.end]
+            if s in cut:
+                guess = guess or not any(t.start <= s.start and t.end >= common for t in over)
+            elif s.end <= common:
+                guess = guess or (bool(over) and over != [s])
+                wanted += [] if over else [s]
+            elif s in repeated:
+                wanted += [] if over else [s]
+        before = self.hashed
+        if guess:
+            with pytest.raises(KeyNamingError, match=r"follow branch\("):
+                chain.follow(new, spans=told)
+            return
+        found = chain.follow(new, spans=told)
+        assert sorted(wanted, key=lambda s: s.start) == list(found.spans)
+        if given != "other":
             assert self.hashed - before == found.pages - common // self.size, "the common prefix is not hashed again"
-        self.add(found, new, new_spans)
+        self.add(found, new, wanted)
 
     @rule(i=st.integers(0, 5))
     def refused(self, i: int) -> None:
@@ -177,20 +192,47 @@ def test_a_chain_of_its_own_tokens() -> None:
     assert chain.follow(chain.tokens).keys == chain.keys == Namer(FINGERPRINT, 2).chain([1, 2, 3, 1, 2, 3]).keys
 
 
-def test_follow_when_media_change() -> None:
+def test_follow_keeps_media_that_are_not_given_again() -> None:
+    """Else the pages of an image would have the names of text alone, which any other image has as well."""
     namer = Namer(FINGERPRINT, 2)
     tokens = list(range(12))
     one, two = Span(2, 3, DIGESTS[0]), Span(7, 2, DIGESTS[1])
     chain = namer.chain(tokens, spans=[one, two])
-    for spans in ([], [one], [two], [one, two], [Span(2, 3, DIGESTS[1]), two], [one, Span(7, 3, DIGESTS[1])],
-                  [one, two, Span(9, 1, DIGESTS[0])], [Span(0, 1, DIGESTS[0]), one, two]):
-        assert chain.follow(tokens, spans=spans).keys == namer.chain(tokens, spans=spans).keys
+    both = namer.chain([*tokens, 1, 2], spans=[one, two])
+    for spans in ([], [one], [two], [two, one]):
+        assert chain.follow([*tokens, 1, 2], spans=spans).keys == both.keys
+    assert chain.follow(tokens[:7]).spans == (one,)
+    edited = chain.follow([0, 9, *tokens[2:]])
+    assert edited.keys == namer.chain(edited.tokens, spans=[one, two]).keys, "the items stand where they stood"
+    assert chain.follow([0, 9, 9, *tokens[2:]]).spans == (), "and here they do not"
+    more = [Span(0, 1, DIGESTS[0]), Span(9, 1, DIGESTS[0])]
+    assert chain.follow(tokens, spans=more).keys == namer.chain(tokens, spans=[*more, one, two]).keys
     assert chain.spans == (one, two)
-    for spans in ([one, one], [one, Span(4, 2, DIGESTS[0])], [one, Span(11, 2, DIGESTS[0])]):
+    renamed = chain.branch(7).renamed(namer.with_weights("2"))
+    assert renamed.spans == (one,)
+    assert renamed.keys == namer.with_weights("2").chain(tokens[:7], spans=[one]).keys
+
+
+def test_follow_does_not_guess_which_media_are_meant() -> None:
+    namer = Namer(FINGERPRINT, 2)
+    tokens = list(range(12))
+    one, two = Span(2, 3, DIGESTS[0]), Span(7, 2, DIGESTS[1])
+    chain = namer.chain(tokens, spans=[one, two])
+    for other in (Span(2, 3, DIGESTS[1]), Span(2, 3, DIGESTS[0], "embedding"), Span(4, 2, DIGESTS[0]),
+                  Span(1, 2, DIGESTS[0]), Span(3, 1, DIGESTS[0]), Span(0, 9, DIGESTS[0])):
+        with pytest.raises(KeyNamingError, match=r"is another than the chain's own 2 \.\. 4"):
+            chain.follow(tokens, spans=[other])
+    replaced = chain.branch(2).follow(tokens, spans=[Span(2, 3, DIGESTS[1]), two])
+    assert replaced.keys == namer.chain(tokens, spans=replaced.spans).keys
+    for cut in (tokens[:8], [*tokens[:8], 0]):
+        with pytest.raises(KeyNamingError, match=r"depart at 8, inside the span 7 \.\. 8.*branch\(7\)"):
+            chain.follow(cut)
+        smaller = chain.follow(cut, spans=[Span(7, 1, DIGESTS[0])])
+        assert smaller.keys == namer.chain(cut, spans=[one, Span(7, 1, DIGESTS[0])]).keys
+        assert chain.branch(7).follow(cut).spans == (one,)
+    for wrong in ([one, one], [Span(11, 2, DIGESTS[0])], [Span(9, 2, DIGESTS[0]), Span(10, 1, DIGESTS[1])]):
         with pytest.raises(KeyNamingError):
-            chain.follow(tokens, spans=spans)
-    with pytest.raises(KeyNamingError):
-        chain.follow(tokens[:8], spans=[one, two])
+            chain.follow(tokens, spans=wrong)
 
 
 def test_thousands_of_media_items() -> None:
