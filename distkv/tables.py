@@ -70,6 +70,9 @@ class Tables:
 def build(batch: Iterable[tuple[Sequence, int]], *, running: Mapping[str, Sequence], page_size: int, scratch: int,
           out: TableBuffers | None = None, pad_to: int | None = None) -> Tables:
     """See :meth:`distkv.PrefixCache.tables`. Everything is checked before anything is written."""
+    if out is not None and not isinstance(out, TableBuffers):
+        raise TableError(f"out is a {type(out).__name__}; fixed buffers are TableBuffers.make(...) or TableBuffers("
+                         "**arrays), and None makes new arrays", "out")
     pages, lengths, new = _rows(batch, running)
     real = len(pages)
     padded = _padding(real, scratch, pad_to)
@@ -97,8 +100,14 @@ def _rows(batch: Iterable[tuple[Sequence, int]], running: Mapping[str, Sequence]
     lengths: list[int] = []
     new: list[int] = []
     seen: set[str] = set()
-    for sequence, count in batch:
-        if running.get(sequence.id) is not sequence:
+    for row in batch:
+        try:
+            sequence, n = row[0], operator.index(row[1])
+            other = running.get(sequence.id) is not sequence
+        except (TypeError, IndexError, AttributeError):
+            raise SequenceError("a batch has a pair (sequence, number of its new tokens) for each row, not "
+                                f"{row!r:.100}") from None
+        if other:
             raise SequenceError(f"sequence {sequence.id!r} cannot be in a batch: it "
                                 + (f"was {sequence.ended}" if sequence.ended else "belongs to another cache"))
         if sequence.read_in_progress:
@@ -106,7 +115,7 @@ def _rows(batch: Iterable[tuple[Sequence, int]], running: Mapping[str, Sequence]
         if sequence.id in seen:
             raise SequenceError(f"sequence {sequence.id!r} is in the batch twice; give all its new tokens in one row")
         seen.add(sequence.id)
-        n, length = operator.index(count), sequence.seq_len
+        length = sequence.seq_len
         if not 1 <= n <= length - sequence.committed:
             raise SequenceError(f"sequence {sequence.id!r} cannot compute {n} new token(s): {length} are opened and "
                                 f"{sequence.committed} of them committed; a row has at least one, and open comes first")
@@ -120,7 +129,9 @@ def _padding(real: int, scratch: int, pad_to: int | None) -> int:
     """How many rows of padding a batch of ``real`` rows gets. Raises TableError."""
     if pad_to is None:
         return 0
-    padded = operator.index(pad_to) - real
+    if not isinstance(pad_to, (int, np.integer)):
+        raise TableError(f"pad_to is a number of rows or None, not {pad_to!r}", "pad_to")
+    padded = int(pad_to) - real
     if padded < 0:
         raise TableError(f"a batch of {real} rows cannot be padded to {pad_to}; pad it to at least its own size",
                          "pad_to", real, pad_to)

@@ -174,6 +174,8 @@ def test_rows_that_cannot_run_are_refused_before_anything_is_written() -> None:
     out = TableBuffers.make(rows=4, tokens=8, pages_per_row=4)
     before = filled(out)
     for batch, text in [
+        ([sequence], "pair .sequence, number of its new tokens. for each row, not Sequence"),
+        ([(sequence, 1.5)], "not .Sequence"), ([(1, sequence)], "pair"), ([(sequence,)], "pair"), ([("a", 1)], "pair"),
         ([(sequence, 3), (ended, 3)], "'b' cannot be in a batch: it was aborted"),
         ([(foreign, 3)], "'a' cannot be in a batch: it belongs to another cache"),
         ([(sequence, 1), (sequence, 1)], "in the batch twice"),
@@ -189,6 +191,10 @@ def test_rows_that_cannot_run_are_refused_before_anything_is_written() -> None:
         cache.tables([(sequence, 1)], out=out, pad_to=2)
     again = admit(cache, "c", [9])
     again.open(1)
+    with pytest.raises(TableError, match=r"out is a dict; fixed buffers are TableBuffers\.make"):
+        cache.tables([(sequence, 1)], out={})  # type: ignore[arg-type]
+    with pytest.raises(TableError, match=r"pad_to is a number of rows or None, not 2\.5"):
+        cache.tables([(sequence, 1)], pad_to=2.5)  # type: ignore[arg-type]
     with pytest.raises(TableError, match="2 rows cannot be padded to 1"):
         cache.tables([(sequence, 1), (again, 1)], out=out, pad_to=1)
     for field, array in before.items():
