@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+
+import numpy as np
 
 from distkv.agreement import Agreement
 from distkv.books import Books
@@ -18,7 +21,7 @@ from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.lockstep import Lockstep
 from distkv.request import Message, Request, StepResult
 from distkv.sequence import Sequence
-from distkv.start import agree_at_start
+from distkv.start import agree_at_start, check_arguments
 from distkv.stats import Stats
 from distkv.table_buffers import TableBuffers
 from distkv.tables import Tables, build
@@ -39,13 +42,10 @@ class PrefixCache:
                  hash64: Hash64 | None = None) -> None:
         """Compares agreed fields over ``group`` (None: this rank alone) and raises GroupMismatch if they differ.
 
-        The group stays the caller's. ``hash64`` replaces the configured key function, for tests.
+        The group stays the caller's, and is this cache's alone until ``close``. ``hash64`` replaces the configured
+        key function, for tests. Raises MessageError for a wrong argument, and for a group that another cache has.
         """
-        if not isinstance(config, Config):
-            raise MessageError(f"PrefixCache needs a distkv.Config, not a {type(config).__name__}; its sections go "
-                               "into one: Config(cache=CacheConfig(...), pool=PoolConfig(...))")
-        if not isinstance(fingerprint, Fingerprint):
-            raise MessageError(f"PrefixCache needs a distkv.Fingerprint, not a {type(fingerprint).__name__}")
+        check_arguments(config, fingerprint, group)
         self.config = config
         self._group = group if group is not None else SoloGroup()
         self._group.configure(config.group)
@@ -59,6 +59,7 @@ class PrefixCache:
                            else Agreement(self._books, rank, slots, cache.heartbeat, smallest))
         self._ticket: Ticket | None = None
         self._broken: DistKVError | None = None
+        self._group.cache = weakref.ref(self)
 
     # ---- names and lookups
 
@@ -147,11 +148,11 @@ class PrefixCache:
         :attr:`steps` says at its launch. On CUDA: record an event behind the passes of a step, and call this once
         the event has been reached (``event.query()``). Each rank calls it at its own time; in lockstep all call it
         alike, at one place of the step, so there the place has to be one where the event is waited for. Raises
-        SequenceError for a step that was not begun.
+        SequenceError for what is no step that was begun.
         """
-        if step > self._books.step:
-            raise SequenceError(f"retired({step}): only {self._books.step} steps were begun, so nothing can have been "
-                                "launched in it")
+        if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or not 0 <= step <= self._books.step:
+            raise SequenceError(f"retired({step!r}): {self._books.step} steps were begun, so passes were launched in "
+                                f"steps 0 to {self._books.step} only, and none in that one")
         self._books.retired(step)
 
     # ---- faults outside the ballot
@@ -261,6 +262,8 @@ class PrefixCache:
             sequence.abort()
         self._agreement.forget_waiting()
         self._break(SequenceError("the cache was closed"))
+        if self._group.cache is not None and self._group.cache() is self:
+            self._group.cache = None
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:

@@ -100,7 +100,8 @@ class RequestTooLarge(RequestError):
         super().__init__(
             request_id,
             f"needs {pages_needed} pages for its prompt and output limit, but the smallest pool of the group "
-            f"has {pages_possible}; shorten the prompt, lower output_limit, or raise pool.pages on every rank",
+            f"has {pages_possible} usable ones (without scratch pages); shorten the prompt, lower output_limit, or "
+            "raise pool.pages on every rank",
         )
         self.pages_needed = pages_needed
         self.pages_possible = pages_possible

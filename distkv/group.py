@@ -7,6 +7,7 @@ The cache needs two things of a group: an exchange of a few bytes at start, and 
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
@@ -40,6 +41,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    cache: weakref.ref[object] | None = None
+    """The cache that decides with this group. Another one may follow when it was closed or is gone."""
 
     @cached_property
     def board(self) -> FaultBoard:

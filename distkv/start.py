@@ -7,12 +7,30 @@ from dataclasses import asdict
 
 from distkv.chain import Namer
 from distkv.config import Config, agreed_fields
-from distkv.errors import GroupMismatch
+from distkv.errors import GroupMismatch, MessageError
 from distkv.group import Group
+from distkv.keys import Fingerprint
 
 _PROBE = "key function (key of a probe)"
 _NAMING = ("cache.page_size", "cache.key_function")
 _POOL = ("pages", "scratch_pages")
+
+
+def check_arguments(config: object, fingerprint: object, group: object) -> None:
+    """Raises MessageError, on this rank, for what no cache can be made of."""
+    if not isinstance(config, Config):
+        raise MessageError(f"PrefixCache needs a distkv.Config, not a {type(config).__name__}; its sections go "
+                           "into one: Config(cache=CacheConfig(...), pool=PoolConfig(...))")
+    if not isinstance(fingerprint, Fingerprint):
+        raise MessageError(f"PrefixCache needs a distkv.Fingerprint, not a {type(fingerprint).__name__}")
+    if group is None:
+        return
+    if not isinstance(group, Group):
+        raise MessageError(f"PrefixCache needs a distkv.Group or None, not a {type(group).__name__}; wrap a process "
+                           "group of torch.distributed in TorchGroup(...), an MPI communicator in MpiGroup(...)")
+    if group.cache is not None and group.cache() is not None:
+        raise MessageError("the group has a cache already: close that one first, or make another group over the same "
+                           "ranks; their steps, deadlines and faults would be mixed up")
 
 
 def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:

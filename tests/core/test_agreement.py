@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from torch.distributed import ProcessGroup
 
 from distkv import (
     CacheConfig,
@@ -632,9 +633,11 @@ def test_what_is_no_configuration_and_no_fingerprint() -> None:
         PrefixCache(CacheConfig(), FINGERPRINT)  # type: ignore[arg-type]
     with pytest.raises(MessageError, match=r"needs a distkv.Fingerprint, not a str"):
         PrefixCache(Config(), "toy")  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match=r"not a ProcessGroup; wrap .* in TorchGroup\(\.\.\.\)"):
+        PrefixCache(Config(), FINGERPRINT, ProcessGroup(0, 1))  # type: ignore[arg-type]
 
 
-def test_two_caches_on_one_group_compare_what_is_theirs() -> None:
+def test_two_caches_after_each_other_on_one_group_compare_what_is_theirs() -> None:
     """The exchange at start is a round of its own: the second cache does not read what the first one brought."""
     members = LocalGroup.make(2, timeout_s=20)
     smallest: list[list[int]] = [[], []]
@@ -643,9 +646,24 @@ def test_two_caches_on_one_group_compare_what_is_theirs() -> None:
         for pages in (8 + rank, 80 - rank):
             cache = PrefixCache(config(pages), FINGERPRINT, members[rank])
             smallest[rank].append(cache.pool_pages)
+            cache.close()
 
     in_threads(2, run)
     assert smallest == [[8, 79], [8, 79]]
+
+
+def test_a_group_has_one_cache_at_a_time() -> None:
+    (member,) = LocalGroup.make(1)
+    first = PrefixCache(config(), FINGERPRINT, member)
+    with pytest.raises(MessageError, match="the group has a cache already: close that one"):
+        PrefixCache(config(), FINGERPRINT, member)
+    first.close()
+    second = PrefixCache(config(), FINGERPRINT, member)
+    first.close()  # once more: the group is the second's
+    with pytest.raises(MessageError, match="has a cache already"):
+        PrefixCache(config(), FINGERPRINT, member)
+    del second
+    serve(PrefixCache(config(), FINGERPRINT, member), "1", LONG[:5])
 
 
 def test_everything_between_begin_and_end() -> None:

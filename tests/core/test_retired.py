@@ -83,8 +83,10 @@ def test_a_step_that_was_not_begun_cannot_have_retired() -> None:
     cache = solo(asynchronous=True)
     cache.step()
     cache.retired(1)
-    with pytest.raises(SequenceError, match="only 1 steps were begun"):
-        cache.retired(2)
+    for step in (2, 99, -1, True, 1.0, None):
+        with pytest.raises(SequenceError, match=rf"retired\({step}\): 1 steps were begun.* 0 to 1 only"):
+            cache.retired(step)  # type: ignore[arg-type]
+    cache.retired(np.int64(1))
 
 
 def test_live_until_retired_counts_in_the_room_and_in_the_discount() -> None:

@@ -277,6 +277,7 @@ def test_a_request_that_can_never_run(limit: int) -> None:
     assert isinstance(refused.error, RequestTooLarge)
     assert (refused.request_id, refused.error.request_id) == ("big", "big")
     assert (refused.error.pages_possible, refused.error.pages_needed) == (14, -(-(5 + limit) // 2))
+    assert "has 14 usable ones (without scratch pages)" in str(refused.error)
     assert [s.id for s in result.ready] == ["small"]
     assert (cache.stats().refused, cache.step().refused) == (1, ())
     cache.check()
