@@ -20,10 +20,14 @@ logger = logging.getLogger(__name__)
 def locked(path: Path, what: str, limit_s: float) -> Iterator[None]:
     """An exclusive lock on the file ``path``, which is made, and stays. ``what`` says what is done under it.
 
-    Blocks at most ``limit_s`` seconds, then raises ``ModelError``. The kernel gives the lock back when its process
-    ends, however it ends.
+    Blocks at most ``limit_s`` seconds, then raises ``ModelError``; at once if the file cannot be made. The kernel gives
+    the lock back when its process ends, however it ends.
     """
-    with path.open("w") as file:
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise ModelError(f"{what}: cannot make the lock {path}: {error.strerror}; make its folder writable") from error
+    with file:
         end, told = time.monotonic() + limit_s, False
         while True:
             try:

@@ -33,6 +33,13 @@ class Conversation:
         """Indexes of the user messages."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
 
+    def added(self, number: int) -> list[Message]:
+        """What the ``number``-th user message (from 0) adds to the history of those before: itself, and whatever lies
+        between them and is no answer, which is the system message."""
+        places = self.turns()
+        first = places[number - 1] + 1 if number else 0
+        return [m for m in self.messages[first : places[number] + 1] if m["role"] != "assistant"]
+
     def given_answer(self, turn: int) -> str | None:
         """The file's own answer to the user message at index ``turn``, or None if the model's is to be used."""
         after = self.messages[turn + 1] if turn + 1 < len(self.messages) else None

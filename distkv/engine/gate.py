@@ -128,7 +128,7 @@ class Bench:
                 progress(request.id, done, total)
         logits: dict[int, int] = {}
         for done, place in enumerate(own, cached - keep + 1):
-            row = self._batch(request, place)
+            row = self._batch(place)
             if row is not None:
                 chunk = self.recording.batches[place[0]].chunks[place[1]]
                 logits[chunk.start + chunk.n - 1] = logits_hash(row)
@@ -141,15 +141,15 @@ class Bench:
         """Computes a page that came from the cache, above the pages above which it was computed then."""
         if self.lineage.as_seen(request, page):
             for place in request.origin[page]:
-                self._batch(request, place)
+                self._batch(place)
             return
         before = self.lineage.prefix(self.lineage.writer(request, page), page + 1)
         apart = Bench.of(self.model, self.recording, [before], self.lineage)
         apart.run(before)
         self.pool.data[:, :, int(self.table[page])] = apart.pool.data[:, :, page]
 
-    def _batch(self, request: RecordedRequest, place: Place) -> torch.Tensor | None:
-        """Runs one recorded batch with ``request`` in one chunk of it; returns the chunk's logits if it has any."""
+    def _batch(self, place: Place) -> torch.Tensor | None:
+        """Runs one recorded batch with its chunk at ``place`` under test; returns that chunk's logits if it has any."""
         number, mine = place
         batch = self.recording.batches[number]
         rows, at = [], 0

@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
-
-import torch.distributed as dist
+from typing import Any
 
 from distkv.config import load
 from distkv.engine import gate
@@ -24,7 +21,7 @@ from distkv.engine.compare import GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, Message, built_in, chat_tokens, read_conversations
 from distkv.engine.engine import Engine
-from distkv.engine.launch import Ranks, StartFailed, counted, launched, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, counted, end_with, launched, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
 from distkv.engine.record import Recording
 from distkv.engine.report import (
@@ -169,9 +166,7 @@ def _answer(
     """Rank 0: answers the user messages in order; the history has the file's answers, else the model's."""
     places, history = conversation.turns(), list[Message]()
     for number, at in enumerate(places, 1):
-        start = places[number - 2] + 1 if number > 1 else 0
-        # what lies between two questions and is no answer: the system message
-        history += [m for m in conversation.messages[start : at + 1] if m["role"] != "assistant"]
+        history += conversation.added(number - 1)
         question = conversation.messages[at]["content"]
         out.phase(f"{conversation.name}, turn {number} of {len(places)}: {short(question, 80)}")
         try:
@@ -252,18 +247,5 @@ def _progress(out: Output) -> gate.Progress:
     return progress
 
 
-def _command() -> NoReturn:
-    code = 1
-    try:
-        code = main()
-    except Exception:
-        logger.exception("this rank failed")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    _command()
+    end_with(main)

@@ -22,6 +22,7 @@ __all__ = [
     "errors_by_rank",
     "print_report",
     "quiet",
+    "quiet_transformers",
     "request_id",
     "short",
     "title",
@@ -83,6 +84,11 @@ def quiet(rank: int) -> None:
     """Plain log lines of our own, only from rank 0."""
     logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
     logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    quiet_transformers()
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no warnings of transformers."""
     import transformers
 
     theirs: Any = transformers.utils.logging  # has no types

@@ -33,11 +33,8 @@ def chats(tokenizer: Any, conversations: list[Conversation]) -> Iterator[Talk]:
 
 def _chat(tokenizer: Any, conversation: Conversation) -> Turns:
     history: list[Message] = []
-    start = 0
-    for at in conversation.turns():
-        # what lies between two questions and is no answer: the system message
-        history += [m for m in conversation.messages[start : at + 1] if m["role"] != "assistant"]
-        start = at + 1
+    for number, at in enumerate(conversation.turns()):
+        history += conversation.added(number)
         done = yield chat_tokens(tokenizer, history)
         given = conversation.given_answer(at)
         history.append({"role": "assistant", "content": given if given is not None else done.text or ""})

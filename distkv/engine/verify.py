@@ -13,20 +13,16 @@ file or the model cannot be used. 130: interrupted.
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
-
-import torch.distributed as dist
+from typing import Any
 
 from distkv import launching
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, built_in, read_conversations
-from distkv.engine.launch import Ranks, StartFailed, counted, launched, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, counted, end_with, launched, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
 from distkv.engine.report import Output, errors_by_rank, quiet
 from distkv.engine.turns import Talk, chats, random_talks
@@ -35,8 +31,6 @@ from distkv.errors import ConfigError, DistKVError, InputFileError, ModelError, 
 from distkv.layout import Layout
 
 __all__ = ["main"]
-
-logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,18 +160,5 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _command() -> NoReturn:
-    code = 1
-    try:
-        code = main(sys.argv[1:])
-    except Exception:
-        logger.exception("this rank failed")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    _command()
+    end_with(main)

@@ -18,11 +18,12 @@ from pathlib import Path
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.launch import check_devices, counted
+from distkv.engine.report import quiet_transformers
 from distkv.engine.sources import cache_folder, config_place
 from distkv.errors import ConfigError, DistKVError
 from distkv.inspection.machine import ENGINE, Machine, as_numbers, findings
 from distkv.inspection.output import columns, gib, size
-from distkv.inspection.plan import make_plan, quiet_transformers
+from distkv.inspection.plan import make_plan
 from distkv.inspection.shape import ModelShape, read_shape
 
 __all__ = ["Problem", "main", "problems"]

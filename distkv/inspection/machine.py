@@ -67,10 +67,13 @@ def ask(code: str, environ: Mapping[str, str], seconds: float = _ASK_S) -> dict[
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace", env=env,
                               timeout=seconds, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
-        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"no answer within {seconds:g} s"
-    except (OSError, ValueError, IndexError):
+    except OSError as error:
+        return f"{sys.executable} cannot be started: {error}"
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
         return last[:200]
     return answer

@@ -14,7 +14,6 @@ import sys
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,12 +21,13 @@ from distkv import CacheConfig, Config, Fingerprint, Message, PoolConfig, Prefix
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.launch import counted
+from distkv.engine.report import quiet_transformers
 from distkv.errors import ConfigError
 from distkv.inspection.output import columns, gib, size
 from distkv.inspection.shape import FULL, ModelShape, read_shape
 from distkv.memory import host_memory
 
-__all__ = ["GroupPlan", "Plan", "main", "make_plan", "metadata_bytes_per_page", "quiet_transformers"]
+__all__ = ["GroupPlan", "Plan", "main", "make_plan", "metadata_bytes_per_page"]
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 
@@ -218,12 +218,3 @@ def main(arguments: Sequence[str]) -> int:
                      memory=None if given.memory is None else int(given.memory * (1 << 30)))  # fmt: skip
     print(json.dumps(dataclasses.asdict(plan) | {"fits": plan.fits}, indent=1) if given.json else show(plan))
     return 0 if plan.fits else 1
-
-
-def quiet_transformers() -> None:
-    """No progress bars and no warnings of transformers on a command line."""
-    import transformers
-
-    theirs: Any = transformers.utils.logging  # has no types
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()

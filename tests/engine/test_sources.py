@@ -134,6 +134,8 @@ def test_a_lock_that_is_never_given_back_is_a_named_error(
     assert "converting x once: another rank or program does it" in caplog.text
     with locked(lock, "converting x once", 0.5):
         pass
+    with pytest.raises(ModelError, match=r"converting x once: cannot make the lock .*: No such file"):
+        locked(tmp_path / "missing" / "x.lock", "converting x once", 0.5).__enter__()
 
 
 def test_a_finished_folder_needs_no_lock(
