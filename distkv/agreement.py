@@ -6,7 +6,7 @@ decided is a function of the list at begin and of the minimum. The collective in
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from distkv import ballot as ballots
 from distkv.ballot import Ballot, Decision, Pending, Row, Vector
@@ -28,16 +28,22 @@ from distkv.request import Message, Refused, Request, RequestRecord, StepResult,
 from distkv.sequence import Sequence
 from distkv.stats import Counters
 
+_GONE = 32
+"""Ended sequences whose names are remembered, for errors."""
+
 
 class Agreement:
     """What this rank has agreed on with the others. Owns the queue, the running sequences and the ballot in flight."""
 
-    def __init__(self, books: Books, rank: int, queue_slots: int, heartbeat: int, smallest_pool: int) -> None:
+    def __init__(self, books: Books, rank: int, queue_slots: int, heartbeat: int, smallest_pool: int, *,
+                 alone: bool) -> None:
+        """``alone``: a group of one, in which no minimum is a collective."""
         self.books = books
         self.rank = rank
         self.queue_slots = queue_slots
         self.heartbeat = heartbeat
         self.smallest_pool = smallest_pool
+        self.alone = alone
         self.queue: list[Pending] = []
         self._waiting: dict[str, Pending] = {}  # those of the queue that are not aborted, by id
         self.running: dict[str, Sequence] = {}
@@ -51,6 +57,7 @@ class Agreement:
         self._leftover = 0
         self._last_ballot = 0
         self._fault: Exception | None = None
+        self._gone: deque[str] = deque(maxlen=_GONE)
 
     # ---- calls that all ranks make in the same order
 
@@ -106,7 +113,9 @@ class Agreement:
         if pages < 0:
             raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")
         if pages > self.leftover:
-            raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}")
+            ended = self.books.retiring_sequences
+            raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}"
+                         + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
         sequence.grow(pages)
         self._leftover -= pages
 
@@ -124,7 +133,7 @@ class Agreement:
         self.books.step += 1
         self.counters.steps += 1
         vector = self._to_send(self._filled(message))
-        self._collective = vector is not None
+        self._collective = vector is not None and not self.alone
         self.counters.collectives += self._collective
         return vector
 
@@ -223,7 +232,7 @@ class Agreement:
             self.counters.peer_failures += 1
             raise PeerFailed(failed, rank=self.rank, step=ballot.step) from cause
         if ballots.diverged(minimum):
-            raise GroupDivergence(rank=self.rank, step=ballot.step)
+            raise GroupDivergence(rank=self.rank, step=ballot.step, calls=self._history())
 
     def _commit(self, ballot: Ballot, minimum: Vector) -> StepResult:
         """Own the agreed pages of all admitted, then drop every hold, and only then may anything be opened."""
@@ -269,7 +278,7 @@ class Agreement:
         if not pending.request.read:
             return Reason.NOT_READ
         if void:
-            return Reason.OLD_WEIGHTS
+            return Reason.BUMP_OR_RESET
         cap = pending.cap
         whole = (len(pending.chain) - 1) // self.books.page_size
         if agreed < len(match) or (cap is not None and agreed == cap < whole):
@@ -278,6 +287,10 @@ class Agreement:
 
     def _ended(self, sequence: Sequence) -> None:
         del self.running[sequence.id]
+        self._gone.append(sequence.id)
+
+    def _history(self) -> str:
+        return self.books.history({tag_of(name): name for name in (*self._gone, *self._waiting, *self.running)})
 
     def _drop_aborted(self) -> None:
         if self._aborted_in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Protocol
 
@@ -36,6 +37,12 @@ class Call(IntEnum):
     STATE = 14
 
 
+_OF_A_REQUEST = frozenset({Call.SUBMIT, Call.OPEN, Call.APPEND, Call.COMMIT, Call.TRUNCATE, Call.FINISH, Call.ABORT,
+                           Call.GROW})
+_REMEMBERED = 32
+"""Calls that an error about ranks that diverged can tell."""
+
+
 class Owner(Protocol):
     """What the books need to know of a sequence to recount its pages."""
 
@@ -66,6 +73,8 @@ class Books:
         self.step = 0
         self.digest = 0
         self._retiring: deque[tuple[int, Ids]] = deque()
+        self._last: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_REMEMBERED)
+        self._remember = self._last.append
         self.lockstep = lockstep
 
     @property
@@ -73,9 +82,22 @@ class Books:
         """Pages that are neither live nor reserved."""
         return self.pool.usable - self.pool.live - self.reserved
 
-    def note(self, call: Call, *numbers: int, data: bytes = b"") -> None:
-        """Rolls the digest over one call that changed agreed state."""
-        self.digest = roll(self.digest, call, *numbers, data=data)
+    def note(self, *call: int, data: bytes = b"") -> None:
+        """Rolls the digest over one call that changed agreed state: a :class:`Call`, and numbers."""
+        self.digest = digest = roll(self.digest, call, data)
+        self._remember((call, digest))
+
+    def history(self, names: Mapping[int, str]) -> str:
+        """The last calls, the newest last, each with the digest behind it. ``names``: request ids by their tags."""
+        lines = []
+        for (call, *numbers), digest in self._last:
+            parts: list[object] = [Call(call).name.lower().replace("_", " ")]
+            if call in _OF_A_REQUEST:
+                tag = numbers.pop(0)
+                parts.append(names.get(tag, f"{tag:016x}"))
+            parts += [] if call == Call.STATE else map(int, numbers[:2])
+            lines.append(" ".join(map(str, parts)) + f" [{digest & 0xFFFF:04x}]")
+        return "; ".join(lines)
 
     def note_state(self) -> None:
         """Rolls the digest over what the next decisions depend on beside the calls: every page's state. O(pages).
@@ -132,6 +154,19 @@ class Books:
             self._retiring.append((self.step, pages.copy()))
         else:
             self._free(pages)
+
+    @property
+    def retiring_sequences(self) -> int:
+        """Ended sequences whose pages wait for passes to retire."""
+        return len(self._retiring)
+
+    @property
+    def retiring(self) -> int:
+        """Pages that are live for passes that have not retired, and for nothing else. O(pages) if there are any."""
+        if not self._retiring:
+            return 0
+        waiting = np.bincount(np.concatenate([pages for _, pages in self._retiring]), minlength=self.pool.total)
+        return int(np.count_nonzero((waiting > 0) & (waiting == self.pool.owners)))
 
     def retired(self, step: int) -> None:
         """All forwards launched up to step ``step`` have ended."""

@@ -55,8 +55,8 @@ class PrefixCache:
                             asynchronous=cache.asynchronous, lockstep=cache.agreement == "lockstep")
         smallest = agree_at_start(self._group, config, namer, self._books.pool.usable)
         rank, slots = self._group.rank, cache.queue_slots
-        self._agreement = (Lockstep(self._books, rank, slots, cache.check_every, smallest) if self._books.lockstep
-                           else Agreement(self._books, rank, slots, cache.heartbeat, smallest))
+        kind, every = (Lockstep, cache.check_every) if self._books.lockstep else (Agreement, cache.heartbeat)
+        self._agreement = kind(self._books, rank, slots, every, smallest, alone=self._group.size == 1)
         self._ticket: Ticket | None = None
         self._broken: DistKVError | None = None
         self._group.cache = weakref.ref(self)

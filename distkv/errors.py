@@ -292,17 +292,21 @@ class PeerLost(GroupError):
 class GroupDivergence(GroupError):
     """The ranks were not given the same calls in the same order since the last ballot; all raise in one step.
 
-    ``lockstep``: since the last digest, or a rank's pages are not in the others' state.
+    ``lockstep``: since the last digest, or a rank's pages are not in the others' state. ``calls``: this rank's last
+    calls, each with the digest behind it; the first digest that another rank's error has not is behind the call that
+    was another one there.
     """
 
-    def __init__(self, *, rank: int, step: int, lockstep: bool = False) -> None:
+    def __init__(self, *, rank: int, step: int, lockstep: bool = False, calls: str = "") -> None:
         since = "digest" if lockstep else "ballot"
         more = ("; in lockstep at the same places between begin_step and end_step, retired included, and no rank may "
                 "lose a page") if lockstep else ""
         super().__init__(
             f"step {step}: the ranks' histories differ (seen on rank {rank}): since the last {since} the ranks were "
             "not given the same requests, appends, commits, finishes, aborts or bumps in the same order. Every "
-            f"call that changes the cache has to come from one ordered message that all ranks apply{more}",
+            f"call that changes the cache has to come from one ordered message that all ranks apply{more}"
+            + (f". Compare this rank's last calls with another's, [digest] by [digest]: {calls}" if calls else ""),
             rank=rank,
             step=step,
         )
+        self.calls = calls

@@ -34,7 +34,7 @@ TOKEN_BYTES = 4
 _MAX_TOKEN = 2**31 - 1
 _LITTLE = sys.byteorder == "little"
 _MASK_64 = 2**64 - 1
-_PACK = [struct.Struct(f"<B{n}Q").pack for n in range(16)]
+_PACK = [struct.Struct(f"<B{n - 1}Q" if n else "").pack for n in range(17)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,10 +184,10 @@ def tag_of(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
-def roll(digest: int, operation: int, *numbers: int, data: bytes = b"") -> int:
-    """The rolling digest after one more call: ``xxh3_64(operation, numbers, data; seed = digest)``."""
+def roll(digest: int, call: tuple[int, ...], data: bytes) -> int:
+    """The rolling digest after one more call, ``(operation, *numbers)``: ``xxh3_64(call, data; seed = digest)``."""
     try:
-        packed = _PACK[len(numbers)](operation, *numbers)
+        packed = _PACK[len(call)](*call)
     except (IndexError, struct.error):  # many numbers, or one outside 0 .. 2**64 - 1
-        packed = struct.pack(f"<B{len(numbers)}Q", operation, *[int(n) & _MASK_64 for n in numbers])
+        packed = struct.pack(f"<B{len(call) - 1}Q", call[0], *[int(n) & _MASK_64 for n in call[1:]])
     return xxhash.xxh3_64_intdigest(packed + data, digest)

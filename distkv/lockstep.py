@@ -23,8 +23,9 @@ class Lockstep(Agreement):
     and the group is over.
     """
 
-    def __init__(self, books: Books, rank: int, queue_slots: int, check_every: int, smallest_pool: int) -> None:
-        super().__init__(books, rank, queue_slots, check_every, smallest_pool)
+    def __init__(self, books: Books, rank: int, queue_slots: int, check_every: int, smallest_pool: int, *,
+                 alone: bool) -> None:
+        super().__init__(books, rank, queue_slots, check_every, smallest_pool, alone=alone)
         self.check_every = check_every
         self._alone: Vector | None = None
 
@@ -71,4 +72,4 @@ class Lockstep(Agreement):
         if failed is not None:
             raise PeerFault(failed, "ballot", "it could not fill it; see its log", rank=self.rank, step=self.books.step)
         if ballots.diverged(minimum):
-            raise GroupDivergence(rank=self.rank, step=self.books.step, lockstep=True)
+            raise GroupDivergence(rank=self.rank, step=self.books.step, lockstep=True, calls=self._history())

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from itertools import islice
 
+import numpy as np
 import xxhash
 
 from distkv.chain import KeyChain
@@ -35,8 +36,9 @@ class Reason(StrEnum):
     """The page is here with the same token ids but with other media or embeddings."""
     GROUP_MINIMUM = "group minimum"
     """This rank has more, another rank has not."""
-    OLD_WEIGHTS = "old weights"
-    """What matched belongs to an earlier epoch."""
+    BUMP_OR_RESET = "bump or reset"
+    """The first page was here before a weights bump or a reset. Or one came while the ballot was in flight, and what
+    had matched does not count."""
     NOT_READ = "not read"
     """The request asked not to read the cache."""
 
@@ -45,11 +47,13 @@ class Memory:
     """What the index remembers to explain misses: keys that left it, and which chains begin with which tokens.
 
     The keys that left are kept in a table of one slot per page of the pool, where a newer key may overwrite an
-    older one: then the reason reads "never seen". Reasons are for people; nothing is decided by them.
+    older one: then the reason reads "never seen". So are the first pages that a bump or a reset took. Reasons are for
+    people; nothing is decided by them.
     """
 
     def __init__(self, pages: int) -> None:
         self._left = array("Q", bytes(8 * pages))
+        self._taken = np.zeros(pages, np.uint64)
         self._first: dict[int, Run | dict[int, Run]] = {}  # mostly one, and a dictionary for one takes 200 bytes
 
     def evicted(self, keys: Iterable[int]) -> None:
@@ -79,6 +83,8 @@ class Memory:
 
     def forget_first_pages(self) -> None:
         """All runs are about to go."""
+        digests = np.fromiter(self._first, np.uint64, len(self._first))
+        self._taken[digests % len(self._taken)] = digests
         self._first.clear()
 
     def explain(self, chain: KeyChain, matched: int, leaf: Run | None, used: int) -> Reason:
@@ -106,7 +112,9 @@ class Memory:
                 other = Reason.ADAPTER if root.adapter != chain.adapter else Reason.SALT
             elif run.keys[0] != chain.keys[0]:  # equal if it was stored since the lookup
                 return Reason.MEDIA
-        return other
+        digest = xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes]))
+        taken = other is Reason.NEVER_SEEN and self._taken[digest % len(self._taken)] == digest
+        return Reason.BUMP_OR_RESET if taken else other
 
     def _first_runs(self, chain: KeyChain, page_bytes: int) -> Iterable[Run]:
         there = self._first.get(xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes])), {})

@@ -108,7 +108,7 @@ class StepResult:
     leftover: int = 0
     """Pages that the whole group can still promise until the next ballot, the same number on every rank."""
     collective: bool = False
-    """Whether a collective was needed."""
+    """Whether a collective was needed; never in a group of one."""
 
 
 @dataclass(frozen=True, slots=True)

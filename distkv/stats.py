@@ -39,7 +39,7 @@ class Stats:
     steps: int
     """Steps begun."""
     collectives: int
-    """Steps that needed a collective; no other collective exists after start."""
+    """Steps that needed a collective; no other collective exists after start, and none at all in a group of one."""
     requests: int
     """Admitted requests."""
     refused: int
@@ -61,6 +61,8 @@ class Stats:
     """Pages matched by requests that wait for the end of a step."""
     pages_live: int
     """Pages of running sequences, and of ended ones whose last forward has not retired."""
+    pages_retiring: int
+    """Those of the live ones that only wait for ``PrefixCache.retired``, with ``cache.asynchronous``."""
     pages_reserved: int
     """Pages promised and not opened yet; they lie among the free and cached ones."""
     entries: int
@@ -87,7 +89,8 @@ class Stats:
             refused=counters.refused, peer_failures=counters.peer_failures, prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens, pages_total=pool.total, pages_usable=pool.usable,
             pages_free=pool.free, pages_cached=int(np.count_nonzero(pool.cached())),
-            pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_reserved=books.reserved,
+            pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_retiring=books.retiring,
+            pages_reserved=books.reserved,
             entries=len(index), stored=index.stored, evicted=index.evicted, cascades=index.cascades,
             collisions=index.collisions, epoch=books.epoch, reasons={str(r): n for r, n in reasons.items()},
         )

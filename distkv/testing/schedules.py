@@ -119,7 +119,7 @@ class Schedule:
         """On these ranks the passes up to ``step`` have ended, or up to one of the last steps, or none has."""
         if not self.asynchronous or (step is None and self.rng.random() < 0.4):
             return
-        step = self.step_number - self.rng.randint(0, 3) if step is None else step
+        step = max(0, self.step_number - self.rng.randint(0, 3)) if step is None else step
         for rank in ranks:
             before = self.group.caches[rank]._books.pool.live
             self.contents[rank].retired(step)

@@ -156,12 +156,11 @@ class OneRank(RuleBasedStateMachine):
         self.steps += 1
         for request_id in aborts:
             self.model_abort(request_id, in_flight=False)
-        self.message_collectives = self.cache.stats().collectives
         self.cache.begin_step(Message(requests=tuple(requests), aborts=tuple(aborts), weights_version=version,
                                       reset=reset == "reset"))
         self.recount()
         self.queue += [r for r in requests if self.total(r) <= self.naive.usable]
-        if due or self.cache.stats().collectives > self.message_collectives:
+        if due or self.cache._agreement.ballot is not None:
             self.model_begin()
         self.in_step = True
 
@@ -297,8 +296,9 @@ class OneRank(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 3))
     def retire(self, back: int) -> None:
-        self.cache.retired(self.steps - back)
-        while self.retiring and self.retiring[0][0] <= self.steps - back:
+        step = max(0, self.steps - back)
+        self.cache.retired(step)
+        while self.retiring and self.retiring[0][0] <= step:
             self.retiring.popleft()
         self.recount()
 

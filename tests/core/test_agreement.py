@@ -167,20 +167,28 @@ def test_one_collective_a_step_or_none() -> None:
     cache = PrefixCache(config(pages=4, heartbeat=5, queue_slots=3), FINGERPRINT, counting)
     assert counting.exchanges == 1
     for _ in range(12):
-        assert cache.step().collective is (cache.stats().steps % 5 == 0)
+        assert not cache.step().collective, "there is nobody else"
     assert counting.started == [5, 10]
     cache.step(Message(requests=(request(cache, "1", LONG[:8]), request(cache, "2", [1]))))  # 13
     cache.step()  # 14: one waits
     prefill(cache.running["1"]).finish()
     assert len(cache.step().ready) == 1  # 15
     for _ in range(4):
-        assert not cache.step(Message(aborts=("nobody",), reset=True)).collective  # 16 .. 19: needs no agreement
-    assert cache.step().collective  # 20: five steps after the last
+        cache.step(Message(aborts=("nobody",), reset=True))  # 16 .. 19: needs no agreement
+    cache.step()  # 20: five steps after the last
     assert counting.started == [5, 10, 13, 14, 15, 20]
     assert counting.sizes == {4 + 3 * 3}
-    assert cache.stats().collectives == 6
-    assert cache.stats().steps == 20
+    assert (cache.stats().steps, cache.stats().collectives) == (20, 0)
     assert counting.exchanges == 1
+
+
+def test_collectives_are_counted_where_there_are_others() -> None:
+    group = SimulatedGroup([config(heartbeat=5)] * 2, FINGERPRINT)
+    for number in range(1, 13):
+        wanted = number % 5 == 0 or number == 12
+        requests = [("1", LONG[:5])] if number == 12 else []
+        assert [outcome.collective for outcome in step(group, requests=requests)] == [wanted] * 2  # type: ignore[union-attr]
+    assert [cache.stats().collectives for cache in group.caches] == [3, 3]
 
 
 # ---- PeerFailed
@@ -396,6 +404,8 @@ def test_a_call_that_one_rank_does_not_make_is_seen_by_all(call: str, odd: int, 
         make()
     outcomes = step(group)
     assert [type(outcome) for outcome in outcomes] == [GroupDivergence] * 3
+    compared = [str(outcomes[rank]).rpartition(": ")[2].split("; ") for rank in (odd, 1)]
+    assert compared[0] != compared[1] == str(outcomes[2 - odd]).rpartition(": ")[2].split("; ")
     for rank, cache in enumerate(group.caches):
         assert (outcomes[rank].rank, outcomes[rank].step) == (rank, cache.stats().steps)  # type: ignore[union-attr]
         for again in (cache.step, cache.begin_step, cache.end_step):
@@ -405,6 +415,26 @@ def test_a_call_that_one_rank_does_not_make_is_seen_by_all(call: str, odd: int, 
         cache.close()
         cache.check()
         assert cache.stats().pages_live == cache.stats().pages_held == 0
+
+
+def test_a_divergence_names_the_first_call_that_differs() -> None:
+    """Two ranks' texts side by side: the same up to it, and from there on no digest that the other has."""
+    group = group_of(2, heartbeat=1)
+    admitted(group, ("first", LONG[:6], 4), ("second", [7] * 3, 4))
+    group.each(lambda cache: [prefill(s) for s in cache.running.values()])
+    group.each(lambda cache: cache.running["first"].finish())
+    for cache, token in zip(group.caches, (5, 6), strict=True):
+        cache.running["second"].append([token])
+    outcomes = step(group)
+    texts = [outcome.calls.split("; ") for outcome in outcomes]  # type: ignore[union-attr]
+    differ = [mine != other for mine, other in zip(*texts, strict=True)]
+    first = differ.index(True)
+    assert all(differ[first:])
+    assert not any(differ[:first])
+    assert [line.rpartition(" ")[0] for line in texts[0][:first + 1]] == [
+        "submit first 5 6", "submit second 4 3", "step 1 0", "open first 6", "commit first 6", "open second 3",
+        "commit second 3", "finish first", "append second"]
+    assert f"[digest] by [digest]: {'; '.join(texts[1])}" in str(outcomes[1])
 
 
 def test_an_epoch_that_reaches_the_ranks_on_different_sides_of_a_step() -> None:

@@ -378,10 +378,24 @@ def test_every_reason_is_given_and_counted() -> None:
     cache.begin_step(Message(requests=(request(cache, "5", LONG[:7], spans=image),)))
     cache.reset()
     (sequence,) = cache.end_step().ready
-    assert (sequence.cached_tokens, sequence.record.reason) == (0, Reason.OLD_WEIGHTS)
-    assert cache.stats().reasons[str(Reason.OLD_WEIGHTS)] == sequence_before.get(str(Reason.OLD_WEIGHTS), 0) + 1
+    assert (sequence.cached_tokens, sequence.record.reason) == (0, Reason.BUMP_OR_RESET)
+    assert cache.stats().reasons[str(Reason.BUMP_OR_RESET)] == sequence_before.get(str(Reason.BUMP_OR_RESET), 0) + 1
     assert set(cache.stats().reasons) == {str(r) for r in Reason}
     assert sum(cache.stats().reasons.values()) == cache.stats().requests
+
+
+def test_what_a_bump_took_is_not_said_to_be_new() -> None:
+    cache = solo(pages=32)
+    serve(cache, "1", LONG[:6])
+    serve(cache, "2", [5, 6, 3, 4], salt="x")
+    cache.bump("2")
+    cache.reset()  # finds nothing more to take, and does not make the bump forgotten
+    assert reason_of(cache, LONG[:6]) == (0, Reason.BUMP_OR_RESET)
+    assert reason_of(cache, [5, 6, 7, 8], salt="y") == (0, Reason.BUMP_OR_RESET)
+    assert reason_of(cache, [7, 8, 9]) == (0, Reason.NEVER_SEEN)
+    serve(cache, "3", LONG[:6])
+    assert reason_of(cache, LONG[:8]) == (6, Reason.NEVER_SEEN)
+    assert reason_of(cache, LONG[:6], salt="y") == (0, Reason.SALT)
 
 
 def test_what_is_stored_while_the_ballot_is_in_flight_is_no_other_media() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distkv import Message, PrefixCache, Sequence, SequenceError
+from distkv import Message, NoRoom, PrefixCache, Sequence, SequenceError
 from distkv.books import Books
 from tests.core.helpers import admit, request, solo
 
@@ -95,9 +95,12 @@ def test_live_until_retired_counts_in_the_room_and_in_the_discount() -> None:
     sequence.open(8)
     sequence.commit(8)
     sequence.finish()
-    assert (cache.stats().pages_live, cache._books.room) == (4, 4)
+    assert (cache.stats().pages_live, cache.stats().pages_retiring, cache._books.room) == (4, 4, 4)
     with_discount = admit(cache, "b", [1] * 9, 7)  # 8 pages, of which 4 are cached and live still
     assert with_discount.cached_tokens == 8
+    assert (cache.stats().pages_live, cache.stats().pages_retiring) == (4, 0), "they have an owner that runs"
+    with pytest.raises(NoRoom, match=r"'b' \(pages of 1 ended one\(s\) wait for retired\): 1 page\(s\) short"):
+        cache.grow(with_discount, cache.leftover + 1)
     cache.retired(cache.steps)
     assert cache.stats().pages_live == 4
     cache.check()
