@@ -105,15 +105,19 @@ class FaultBoard:
         self.known.set()
         return first
 
-    def tell(self) -> None:
-        """Calls the callbacks, each once; one that raises is logged and does not keep the others from being called."""
+    def tell(self) -> int:
+        """Calls the callbacks, each once; one that raises is logged and does not keep the others from being called.
+
+        Returns how many there were.
+        """
         with self._lock:
             if self._told or self.fault is None:
-                return
+                return 0
             self._told = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             _call(callback, self.fault)
+        return len(callbacks)
 
 
 def _call(callback: OnFault, fault: Fault) -> None:

@@ -75,7 +75,8 @@ class Group(ABC):
 
         For an engine: abort the communicators in which this rank may be waiting for the failed one
         (:func:`distkv.torch_group.abort`). It is called in the watchdog's thread, where there is one; on the failed
-        rank too. It must not call the cache or the group, and what it raises is logged.
+        rank too. It may come after this rank's own thread has raised the fault's error, so clean up in whichever is
+        the later one. It must not call the cache or the group, and what it raises is logged.
         """
         return self.board.on_fault(callback)
 

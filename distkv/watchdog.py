@@ -218,8 +218,10 @@ class Watchdog:
                 text = f"{_KEEPER} is stopped or gone: the store did not answer for {self.limit_s:g} s"
                 self._board.post(Fault(rank=None, step=self._board.step, kind=SILENT, text=text, seen_by=self._rank,
                                        seconds=self.limit_s))
-        if not self._closing.is_set():
-            self._board.tell()
+        fault = self._board.fault
+        if not self._closing.is_set() and not self._board.tell() and fault is not None and fault.rank != self._rank:
+            logger.warning("rank %d: a peer failed (%s), and no callback of group.on_fault is registered: this rank "
+                           "may wait in collectives of its own until their deadline", self._rank, fault.text)
 
 
 def _step_of(beat: bytes) -> int:

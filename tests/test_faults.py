@@ -190,9 +190,10 @@ class Watched:
         self.dogs = [Watchdog(gate, board, rank, 3, limit_s=limit_s, beat_s=beat_s)
                      for rank, (gate, board) in enumerate(zip(self.gates, self.boards, strict=True))]
         self.told = [threading.Event() for _ in range(3)]
+        self.forget = []
         for rank, (dog, board, told) in enumerate(zip(self.dogs, self.boards, self.told, strict=True)):
             board.step = 10 + rank
-            board.on_fault(lambda _, told=told: told.set())
+            self.forget.append(board.on_fault(lambda _, told=told: told.set()))
             dog.start()
         while any(dog._missing for dog in self.dogs):
             assert not any(told.wait(0.01) for told in self.told)
@@ -231,6 +232,21 @@ def test_a_report_reaches_all_and_the_first_counts(watched: Callable[[float], Wa
     assert group.dogs[2].report(a_fault(2)) == first
     assert group.wait([0, 1, 2]) == [first] * 3
     assert group.dogs[0].explain(broken=True) == first
+
+
+def test_a_rank_that_nobody_would_get_out_of_its_own_collectives_is_warned(
+    watched: Callable[[float], Watched], caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = watched(WAIT_S)
+    group.forget[0]()
+    group.forget[1]()  # the failed rank itself waits for nobody
+    with caplog.at_level(logging.WARNING):
+        group.dogs[1].report(a_fault(1))
+        group.wait([2])
+        for dog in group.dogs[:2]:
+            dog._judge.join(WAIT_S)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "distkv.watchdog"]
+    assert warning.startswith("rank 0: a peer failed (ValueError: x), and no callback of group.on_fault")
 
 
 def test_a_silent_rank_is_named_and_one_whose_store_is_silent_says_so(watched: Callable[[float], Watched]) -> None:
