@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distkv.cache import PrefixCache
+from distkv.engine.batch import Launcher
 from distkv.engine.config import ServeConfig
 from distkv.engine.execution import Execution
 from distkv.engine.handoff import Handoff, News
@@ -75,8 +76,8 @@ class Engine:
                              "false; load it again")  # fmt: skip
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
+        launcher = Launcher(model, self.pool, asynchronous=config.cache.asynchronous)
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
-        self._forget_faults = _abort_on_fault(cache_group, {model.tp_group, handoff_group})
         self.steps = 0
         self.closed = False
         self.failed = False
@@ -87,10 +88,11 @@ class Engine:
         self._intake = Intake()
         grid = Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
         self._work = Execution(
-            self.cache, model, self.pool, scheduler or grid, tokenizer, config.engine.keep_conversations,
+            self.cache, model, launcher, scheduler or grid, tokenizer, config.engine.keep_conversations,
             self._intake.ended,
         )  # fmt: skip
         self._overlap = config.engine.overlap
+        self._forget_faults = _abort_on_fault(cache_group, {model.tp_group, handoff_group})
 
     @property
     def recording(self) -> Recording | None:
@@ -182,6 +184,11 @@ class Engine:
         """The other ranks' loop: steps until rank 0 shuts down."""
         while not self.closed:
             self.step()
+
+    @property
+    def broken(self) -> bool:
+        """Whether a step raised: then the group is over, and all ranks know."""
+        return self._broken is not None
 
     @property
     def busy(self) -> bool:

@@ -14,7 +14,6 @@ from distkv.cache import PrefixCache
 from distkv.engine.batch import Flight, Landed, Launcher
 from distkv.engine.handoff import NewRequest, News
 from distkv.engine.model import Model
-from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, FinishReason
 from distkv.engine.schedule import Chunk, Runnable, Scheduler
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Execution:
-    """Owns the requests from their hand-over to their end, and the batch in flight. Its cache and pool are the
+    """Owns the requests from their hand-over to their end, the batch in flight and ``launcher``. Its cache is the
     engine's. Every rank makes the same calls in the same order; :class:`~distkv.engine.engine.Engine` has the order.
     """
 
@@ -37,7 +36,7 @@ class Execution:
         self,
         cache: PrefixCache,
         model: Model,
-        pool: KVPool,
+        launcher: Launcher,
         scheduler: Scheduler,
         tokenizer: Any,
         keep_conversations: int,
@@ -54,7 +53,7 @@ class Execution:
         self.running: dict[str, Running] = {}
         self.flights: deque[Flight] = deque()
         """Batches that were launched and have not landed, the oldest first."""
-        self._launcher = Launcher(model, pool, asynchronous=cache.config.cache.asynchronous)
+        self._launcher = launcher
         self._on_end = on_end
         self._ended: list[Completion] = []
         self._said: list[Said] = []
@@ -111,7 +110,7 @@ class Execution:
         With batches in flight it runs ahead: of an answer that may end with the token that a batch in flight will give,
         the next token is computed already. It is dropped if the answer does end there.
         """
-        runnable = [_runnable(name, r) for name, r in self.running.items() if r.promised < len(r.tokens)]
+        runnable = [_runnable(name, r) for name, r in self.running.items() if _goes_on(r)]
         chunks = self.scheduler.plan(runnable)
         if not chunks:
             return False
@@ -156,6 +155,8 @@ class Execution:
         running.steps += 1
         if token is None:
             running.sequence.commit(chunk.n)
+            if running.sequence.committed == len(running.tokens):  # all of a prompt that wants no answer
+                self._finish(chunk.request_id, "length")
             return
         running.sequence.append([token])
         running.sequence.commit(chunk.n)
@@ -209,6 +210,11 @@ class Execution:
         """Waits for the batches in flight, whose tokens are dropped."""
         self._launcher.close()
         self.flights.clear()
+
+
+def _goes_on(running: Running) -> bool:
+    """Whether there is something to compute: the prompt, or a token of the answer."""
+    return running.promised < len(running.tokens) or running.sequence.seq_len < running.sequence.prompt_tokens
 
 
 def _runnable(name: str, running: Running) -> Runnable:

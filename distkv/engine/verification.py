@@ -158,6 +158,8 @@ class Verification:
         except GroupError:
             raise
         except Exception as error:  # told to the other ranks, and handed on
+            if engine.broken:
+                raise  # they know, and take part in nothing more
             engine.shutdown(failed=True)
             unusable = isinstance(error, (ConfigError, ModelError, PromptError))
             self._everyone(2 if unusable else 1, "the end of a run")

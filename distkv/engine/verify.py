@@ -125,6 +125,8 @@ def _run(
 
 def _load(config: ServeConfig, ranks: Ranks, *, with_tokenizer: bool) -> tuple[Model, Any]:
     model = load_model(config.model, ranks.tp_group, device=ranks.device, timeout_s=config.group.timeout_s)
+    # The engine's may fail on one rank alone, and then the others would wait for it where caches are compared.
+    model.pool(config.pool.pages, config.cache.page_size)
     if ranks.rank or not with_tokenizer:
         return model, None
     try:

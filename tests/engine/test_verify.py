@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from distkv.engine import verification, verify
+from distkv.engine import batch, pool, verification, verify
 from distkv.engine.fuzz import Fuzzed
 from distkv.engine.record import Recording
 from distkv.engine.schedule import Runnable
+from distkv.errors import ModelError
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny
 
@@ -234,18 +235,36 @@ def test_random_plans_are_within_their_limits() -> None:
 def ranks_case(rank: int, world_size: int, config: Path) -> list[tuple[int, str, str]]:
     torch.set_num_threads(1)
     faults = [("", ""), ("", "nudged"), ("unread", "")]  # by rank
-    return [with_fault(fault[rank], config, "--random", "--schedules", "0") for fault in faults]
+    results = [with_fault(fault[rank], config, "--random", "--schedules", "0") for fault in faults]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(pool, "available_memory", lambda: 0)
+        results.append(command(config, "--random"))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(batch, "choose", damaged)
+        results.append(command(config, "--random"))
+    return results
+
+
+def damaged(*_: object) -> list[int]:
+    raise ModelError("planted")
 
 
 def test_a_fault_on_one_rank_ends_all_with_its_name(folders: Folders, tmp_path: Path) -> None:
     config = write(tmp_path / "c.yaml", folders("llama", 4), tp=2)
-    clean, nudged, unread = zip(*run_ranks(ranks_case, 2, (config,), timeout_s=GENEROUS), strict=True)
+    clean, nudged, unread, no_room, damage = zip(*run_ranks(ranks_case, 2, (config,), timeout_s=GENEROUS), strict=True)
     for results, code in ((clean, 0), (nudged, 1), (unread, 1)):
         assert [result[0] for result in results] == [code, code], results
         assert results[1][1:] == ("", ""), "rank 0 speaks for all"
     assert "on each of 2 ranks" in clean[0][1]
     assert re.search(expected("nudged", 1), nudged[0][2].splitlines()[1])
     assert re.search(expected("unread", 0), unread[0][2].splitlines()[1])
+    assert [result[0] for result in no_room] == [2, 2], no_room
+    assert "distkv, rank 1: pool.pages: needs" in no_room[0][2], "one that cannot begin keeps nobody waiting"
+    assert (damage[0][0], damage[0][2]) == (2, "distkv: planted\n"), "the reason, and not what came of it"
+    assert damage[1][0] == 1
+    assert "rank 0 failed in the forward of step" in damage[1][2]
 
 
 def test_one_command_starts_the_ranks(folders: Folders, tmp_path: Path) -> None:
