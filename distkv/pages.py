@@ -113,7 +113,10 @@ class PagePool:
             raise InvariantError(f"pages {at[(words & _OWNERS) == 0].tolist()} are released but have no owner")
         words -= _OWNER
         self._word[at] = words
-        self.live -= len(at) - int(np.count_nonzero(words & _OWNERS))
+        ended = len(at) - int(np.count_nonzero(words & _OWNERS))
+        if not ended:
+            return False
+        self.live -= ended
         self._free_those_without(at, words)
         return bool(np.count_nonzero(words == _INDEXED))
 
@@ -130,6 +133,8 @@ class PagePool:
             raise InvariantError(f"pages {at[(words & _HOLDS) == 0].tolist()} are let go but are not held")
         words -= _HOLD
         self._word[at] = words
+        if np.count_nonzero(words & _OWNERS) == len(at):  # what was admitted: it has its owner already
+            return False
         self._free_those_without(at, words)
         return bool(np.count_nonzero(words == _INDEXED))
 

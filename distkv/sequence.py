@@ -109,9 +109,10 @@ class Sequence:
         if self.ended or not 0 <= start <= stop <= self._opened:
             raise SequenceError(f"sequence {self.id!r} has no slots {start} .. {stop - 1}: "
                                 + (f"it was {self.ended}" if self.ended else f"{self._opened} tokens are opened"))
-        if stop - start == 1:
-            return np.array([int(self._pages[start // size]) * size + start % size], np.int64)
         first = start // size
+        if first * size < stop <= (first + 1) * size:  # in one page, as a decoded token is
+            shift = (int(self._pages[first]) - first) * size
+            return np.arange(shift + start, shift + stop, dtype=np.int64)
         slots = self._pages[first : -(-stop // size), None] * np.int64(size) + np.arange(size)
         return slots.reshape(-1)[start - first * size : stop - first * size]
 
