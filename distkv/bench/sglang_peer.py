@@ -15,7 +15,7 @@ from distkv.bench.workloads import FINGERPRINT
 from distkv.books import Books
 from distkv.chain import KeyChain, Namer
 from distkv.entries import Match
-from distkv.pages import Pages
+from distkv.pages import Ids, Pages
 
 
 class Tokens:
@@ -72,15 +72,15 @@ class DistKV(Peer):  # type: ignore[misc]
         found = self.books.match(chain, chain.pages)
         return len(found) * self.page, found
 
-    def locs_of(self, found: Match, n: int) -> Pages:
+    def locs_of(self, found: Match, n: int) -> Ids:
         return found.pages[: n // self.page]
 
-    def lock(self, found: Match) -> Pages:
+    def lock(self, found: Match) -> Ids:
         self.books.pool.own(found.pages)
         self.books.used(found.pages)
         return found.pages
 
-    def unlock(self, pages: Pages) -> None:
+    def unlock(self, pages: Ids) -> None:
         self.books.release(pages, 0)
 
     def alloc(self, n: int) -> Pages | None:
@@ -92,13 +92,13 @@ class DistKV(Peer):  # type: ignore[misc]
         return pool.take(pages)
 
     @staticmethod
-    def cat(a: Pages, b: Pages) -> Pages:
+    def cat(a: Ids, b: Ids) -> Ids:
         return np.concatenate([a, b])
 
-    def insert(self, tokens: Tokens, pages: Pages) -> tuple[int, None]:
+    def insert(self, tokens: Tokens, pages: Ids) -> tuple[int, None]:
         return self.insert_owned(tokens, pages, 0)
 
-    def insert_owned(self, tokens: Tokens, pages: Pages, prev: int) -> tuple[int, None]:
+    def insert_owned(self, tokens: Tokens, pages: Ids, prev: int) -> tuple[int, None]:
         """The full pages go to the index, which alone has them then; duplicates become free."""
         chain, known, index = self._named(tokens), prev // self.page, self.books.index
         before = index.stored
@@ -107,7 +107,7 @@ class DistKV(Peer):  # type: ignore[misc]
             self.books.release(pages[known : chain.pages], 0)
         return (there - (index.stored - before)) * self.page, None
 
-    def free(self, pages: Pages, start: int, end: int) -> None:
+    def free(self, pages: Ids, start: int, end: int) -> None:
         """Gives back what lies behind the full pages. ``end`` is the harness's ``len(pages)``: all of it."""
         if len(pages) > start // self.page:
             self.books.release(pages[start // self.page :], 0)
