@@ -24,7 +24,8 @@ class Request:
     chain: KeyChain
     """The prompt, by ``cache.chain``. At least one token."""
     output_limit: int
-    """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission."""
+    """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission.
+    0: the prompt is computed and nothing is generated, to have it in the cache before it is asked for."""
     matched_cap: int | None = None
     """Rank 0's own matched length in pages (``cache.peek``), which caps every rank's lookup for the first ballot."""
     read: bool = True

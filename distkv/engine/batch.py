@@ -73,7 +73,7 @@ class Launcher:
         for i, (chunk, request) in enumerate(zip(chunks, running, strict=True)):
             slots.append(request.sequence.open(chunk.n))
             tables.append(request.sequence.page_indices.copy())
-            if chunk.start + chunk.n == request.promised:
+            if chunk.start + chunk.n == request.promised < len(request.tokens):
                 sampled.append(i)
                 asked.append((request.sampling, request.promised))
                 request.promised += 1

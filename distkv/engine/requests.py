@@ -26,7 +26,7 @@ class Prompt:
     tokens: Sequence[int] | np.ndarray
     """Token ids, at least one."""
     output_limit: int | None = None
-    """Tokens of the answer at most; None: ``engine.output_limit``."""
+    """Tokens of the answer at most; None: ``engine.output_limit``. 0: the prompt is computed, to have it cached."""
     id: str | None = None
     """Must be unique among requests that are waiting or running; None: the engine makes one."""
     salt: str | None = None
@@ -149,8 +149,8 @@ def check_prompt(
             request_id,
             f"token id {wrong} is outside the model's vocabulary of {vocab}; was it made with another tokenizer?",
         )
-    if limit < 1:
-        raise PromptError(request_id, f"output_limit must be at least 1, got {limit}")
+    if limit < 0:
+        raise PromptError(request_id, f"output_limit must be at least 0, got {limit}")
     if len(ids) + limit > context:
         raise PromptError(
             request_id,

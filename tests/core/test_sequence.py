@@ -269,6 +269,23 @@ def test_the_smallest_requests() -> None:
     assert serve(cache, "3", LONG[:4]).cached_tokens == 3
 
 
+def test_a_prompt_that_wants_no_answer_warms_the_cache() -> None:
+    cache = solo(pages=8)
+    sequence = admit(cache, "1", LONG[:9], output_limit=0)
+    for n in (4, 5):
+        sequence.open(n)
+        sequence.commit(n)
+    assert (sequence.committed, sequence.named, sequence.reserved) == (9, 9, 0)
+    sequence.open(1)  # the last page has a place more, and no further one was promised
+    with pytest.raises(SequenceError, match=r"prompt 9 \+ limit 0"):
+        sequence.open(1)
+    with pytest.raises(SequenceError, match="9 are named"):
+        sequence.commit(1)
+    sequence.finish()
+    cache.check()
+    assert serve(cache, "2", LONG[:9], [1, 2]).cached_tokens == 8
+
+
 @pytest.mark.parametrize("limit", [25, 2**31, 2**40, 2**63, 2**64 + 3, 2**200])
 def test_a_request_that_can_never_run(limit: int) -> None:
     cache = solo(pages=16, scratch=2)

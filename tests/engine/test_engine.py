@@ -113,7 +113,7 @@ def test_aborts_in_the_queue_while_waiting_and_while_running(folders: Folders) -
         ({"tokens": [5, tiny.VOCAB]}, f"token id {tiny.VOCAB} is outside the model's vocabulary of {tiny.VOCAB}"),
         ({"tokens": [5, -1]}, "token id -1 is outside"),
         ({"tokens": [0.5]}, "whole numbers"),
-        ({"tokens": [5], "output_limit": 0}, "output_limit must be at least 1"),
+        ({"tokens": [5], "output_limit": -1}, "output_limit must be at least 0"),
         ({"tokens": [5] * 2046, "output_limit": 6}, "4 more than the model's context of 2048"),
     ],
 )

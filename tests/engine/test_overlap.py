@@ -53,6 +53,21 @@ def answers(engine: Engine) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (c.token_ids if c.finish_reason != "aborted" else (), c.finish_reason) for name, c in done.items()}
 
 
+def test_a_prompt_that_wants_no_answer_is_computed_and_found_by_the_next(folders: Folders) -> None:
+    for mode in ("plain", "asynchronous"):
+        engine = tiny.engine(settings_of(mode, folders("llama", 4)))
+        warm, other = engine.generate([Prompt(tokens=PREFIX, output_limit=0), Prompt(tokens=PREFIX[:3], output_limit=4)])
+        assert (warm.token_ids, warm.finish_reason, warm.ttft_s, warm.steps) == ((), "length", None, 3), mode
+        assert len(other.token_ids) == 4
+        assert engine.generate([Prompt(tokens=PREFIX, output_limit=2)])[0].cached_tokens == 32, mode
+        again = engine.generate([Prompt(tokens=PREFIX, output_limit=0)])[0]
+        assert (again.cached_tokens, again.steps) == (32, 1), mode
+        engine.step()
+        engine.cache.check()
+        assert engine.cache.stats().pages_live == 0, mode
+        engine.close()
+
+
 def test_every_order_gives_the_same_answers_and_keeps_the_bits(folders: Folders) -> None:
     free = answers(tiny.engine(settings_of("plain", folders("llama", 4))))
     seen = []
