@@ -56,7 +56,8 @@ def answers(engine: Engine) -> dict[str, tuple[tuple[int, ...], str]]:
 def test_a_prompt_that_wants_no_answer_is_computed_and_found_by_the_next(folders: Folders) -> None:
     for mode in ("plain", "asynchronous"):
         engine = tiny.engine(settings_of(mode, folders("llama", 4)))
-        warm, other = engine.generate([Prompt(tokens=PREFIX, output_limit=0), Prompt(tokens=PREFIX[:3], output_limit=4)])
+        asked = [Prompt(tokens=PREFIX, output_limit=0), Prompt(tokens=PREFIX[:3], output_limit=4)]
+        warm, other = engine.generate(asked)
         assert (warm.token_ids, warm.finish_reason, warm.ttft_s, warm.steps) == ((), "length", None, 3), mode
         assert len(other.token_ids) == 4
         assert engine.generate([Prompt(tokens=PREFIX, output_limit=2)])[0].cached_tokens == 32, mode
