@@ -10,7 +10,7 @@ from typing import Literal
 
 from distkv.errors import ConfigError
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "ranks_on_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,16 @@ _MPI = (
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
 )
+_ON_HOST = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def ranks_on_host(size: int, env: Mapping[str, str] | None = None) -> int:
+    """How many of ``size`` ranks are on this host, as the launcher says in ``env`` (None: the process's environment).
+
+    All, if it does not say.
+    """
+    env = os.environ if env is None else env
+    return next((int(env[name]) for name in _ON_HOST if env.get(name, "").isdigit()), size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from distkv.config import GroupConfig
 from distkv.errors import ConfigError, GroupError, GroupTimeout, PeerLost
 from distkv.faults import Fault
 from distkv.group import Group, Ticket
+from distkv.layout import ranks_on_host
 from distkv.watchdog import BeatStore, Watchdog
 
 __all__ = ["MpiGroup", "mpi"]
@@ -33,7 +34,6 @@ _SPIN_CROWDED_S = 20e-6  # unless the rank that is waited for needs this very co
 _NAP_S = 20e-6
 _LONG_S = 5e-3  # after so long it is another rank's computing that is waited for
 _LONG_NAP_S = 200e-6
-_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def mpi() -> Any:
@@ -46,11 +46,6 @@ def mpi() -> Any:
     except RuntimeError as error:  # mpi4py found no library, or one of another ABI
         raise ConfigError("group.transport", f"is mpi, but no MPI library can be loaded ({error})") from error
     return MPI
-
-
-def _ranks_here(size: int) -> int:
-    """How many of ``size`` ranks run on this host, as mpirun says; all, if it does not."""
-    return next((int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()), size)
 
 
 def _cores() -> int:
@@ -85,7 +80,7 @@ class MpiGroup(Group):
         self._beat_s: float | None = None
         self._watchdog: Watchdog | None = None
         self._close: weakref.finalize[[], MpiGroup] | None = None
-        self._spin_s = _SPIN_CROWDED_S if _ranks_here(self.size) > _cores() else _SPIN_S
+        self._spin_s = _SPIN_CROWDED_S if ranks_on_host(self.size) > _cores() else _SPIN_S
         self._unfinished: list[object] = []  # MPI may still write into the buffers of a request that was given up
 
     def configure(self, config: GroupConfig) -> None:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from distkv.errors import ConfigError
-from distkv.layout import Layout
+from distkv.layout import Layout, ranks_on_host
 
 TORCHRUN = {"RANK": "4", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -34,6 +34,12 @@ def test_mpirun_of_both_kinds() -> None:
     for env in (mpich, openmpi):
         assert Layout.from_environment(env) == Layout(rank=2, local_rank=0, world_size=3, source="mpirun")
     assert Layout.from_environment({"PMI_RANK": "2", "PMI_SIZE": "3"}).local_rank == 2
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"])
+def test_how_many_ranks_share_this_host(name: str) -> None:
+    assert ranks_on_host(8, {name: "2"}) == 2
+    assert ranks_on_host(8, {}) == ranks_on_host(8, {name: "two"}) == 8
 
 
 @pytest.mark.parametrize("missing", list(TORCHRUN))

@@ -14,16 +14,17 @@ import pytest
 
 from distkv import ConfigError, MpiGroup, SoloGroup
 from distkv.bench import group as bench
+from distkv.inspection.machine import Machine
 
 ROOT = Path(__file__).parents[1]
-needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None or bench.mpirun() is None,
+needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None or Machine().mpirun() is None,
                                reason="needs mpi4py and an mpirun: pip install 'distkv-cache[mpi]' mpich")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("mpi")
-    program = str(bench.mpirun())
+    program = str(Machine().mpirun())
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
         [program, *bench.launcher_options(program), "-n", "2", sys.executable, "-W", "error", "-m", "tests.mpi_case",

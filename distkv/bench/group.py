@@ -10,19 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from distkv.ballot import ballot_size
 from distkv.bench.group_rank import torch_rank
+from distkv.bench.rows import markdown
 from distkv.bench.timing import Sample
 from distkv.errors import DistKVError
+from distkv.inspection.machine import Machine
 
 __all__ = ["GroupRow", "Unavailable", "main", "measure"]
 
@@ -74,17 +74,12 @@ def missing(transport: str, ranks: int) -> str | None:
     if transport == "mpi":
         if find_spec("mpi4py") is None:
             return "mpi4py is not installed (pip install 'distkv-cache[mpi]' mpich)"
-        return None if mpirun() else "there is no mpirun, in PATH or beside this Python"
+        return None if Machine().mpirun() else "there is no mpirun, in PATH or beside this Python"
     if transport == "nccl":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         here = gpus >= ranks and dist.is_nccl_available()
         return None if here else f"NCCL needs a GPU for each rank, and torch sees {gpus}"
     return None
-
-
-def mpirun() -> str | None:
-    """The program that starts ranks under MPI: in PATH, or beside this Python."""
-    return shutil.which("mpirun", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
 
 
 def _over_torch(transport: str, ranks: int, sizes: Sequence[int], n: int) -> list[dict[str, Any]]:
@@ -94,7 +89,7 @@ def _over_torch(transport: str, ranks: int, sizes: Sequence[int], n: int) -> lis
 
 
 def _under_mpirun(ranks: int, sizes: list[int], n: int) -> list[dict[str, Any]]:
-    program = mpirun()
+    program = Machine().mpirun()
     assert program is not None
     command = [program, *launcher_options(program), "-n", str(ranks), sys.executable, "-m", "distkv.bench.group_rank",
                json.dumps([sizes, n])]  # fmt: skip
@@ -125,14 +120,12 @@ def _row(transport: str, ranks: int, operation: str, elements: int, times: list[
 def table(rows: Sequence[GroupRow]) -> str:
     """The rows as a Markdown table."""
     head = ["transport", "ranks", "operation", "int64", "median us", "mean", "p99", "issue", "wait"]
-    cells = [head, ["---"] * len(head)]
+    lines = []
     for row in rows:
         numbers = (row.total.median, row.total.mean, row.total.p99, row.issue.median, row.wait.median)
-        cells.append([row.transport, str(row.ranks), row.operation, str(row.elements or ""),
+        lines.append([row.transport, str(row.ranks), row.operation, str(row.elements or ""),
                       *(f"{number:,.1f}" if number < 100 else f"{number:,.0f}" for number in numbers)])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-                     for line in cells)
+    return markdown(head, lines)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -90,7 +90,7 @@ def _steps(group: Group, n: int) -> Times:
         return begin, issued, end
 
     times = _repeat(step, n)
-    if cache.stats().collectives != n + _WARM:
+    if cache.stats().collectives != (n + _WARM if group.size > 1 else 0):
         raise AssertionError("a step took other than one collective")
     cache.close()
     return times

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from distkv.engine import mpi_launch
 from distkv.errors import ConfigError, DistKVError, GroupTimeout, PeerLost
 from distkv.group import Group
-from distkv.layout import Layout
+from distkv.layout import Layout, ranks_on_host
 from distkv.torch_group import TorchGroup, deadline, named_failures
 
 __all__ = [
@@ -148,7 +148,7 @@ def launched(
         how = f"mpirun -n {tp}" if layout.source == "mpirun" else f"torchrun --nproc-per-node {tp}"
         raise ConfigError("parallel.tp", f"is {tp}, but {were} started; start {tp} ({how}), "
                                          f"or set parallel.tp to {size}")  # fmt: skip
-    chosen = check_devices(device, transport, layout.local_rank, mpi_launch.local_ranks(size))
+    chosen = check_devices(device, transport, layout.local_rank, ranks_on_host(size))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if size == 1:

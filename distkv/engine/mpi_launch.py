@@ -15,18 +15,13 @@ from typing import Any
 import torch.distributed as dist
 
 from distkv.errors import ConfigError
+from distkv.layout import ranks_on_host
 from distkv.mpi_group import MpiGroup, mpi
 from distkv.torch_group import deadline, named_failures
 
-__all__ = ["cache_group", "finalize", "local_ranks", "meet"]
+__all__ = ["cache_group", "finalize", "meet"]
 
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _ours: list[Any] = []  # the MPI module, if this process initialised it here
-
-
-def local_ranks(size: int) -> int:
-    """How many of ``size`` ranks are on this host, as the launcher says; all, if it does not."""
-    return next((int(os.environ[name]) for name in _LOCAL_SIZES if os.environ.get(name, "").isdigit()), size)
 
 
 def meet(rank: int, size: int, seconds: float) -> dist.Store:
@@ -41,7 +36,7 @@ def meet(rank: int, size: int, seconds: float) -> dist.Store:
                               f"{world.size}: they are of two MPI libraries; use the mpirun of mpi4py's")  # fmt: skip
     server: dist.Store | None = None
     where = b""
-    on_one_host = local_ranks(size) == size
+    on_one_host = ranks_on_host(size) == size
     if on_one_host and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
     if rank == 0:
