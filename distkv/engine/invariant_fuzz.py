@@ -67,8 +67,8 @@ def _fuzz(given: argparse.Namespace) -> int:
         shared += sum(pages > 0 for _, pages in case.donors)
     print(
         f"same bits: {given.schedules} schedules of {given.model} in {given.dtype}, {torch.get_num_threads()} "
-        f"thread(s): {sequences} sequences ({shared} of them on pages of another one), {tokens} tokens, {batches} batches, "
-        f"{time.monotonic() - began:.0f} s"
+        f"thread(s): {sequences} sequences ({shared} of them on pages of another one), {tokens} tokens, "
+        f"{batches} batches, {time.monotonic() - began:.0f} s"
     )
     return 0
 
