@@ -41,7 +41,8 @@ class Engine:
     ``handoff_group`` (the same if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and none
     is destroyed or reconfigured here; but if a rank fails, the first two are aborted, so that nobody waits in them for
     it. All three have the model's ranks, in its order; ``cache_group`` is None only for
-    a model on one rank. Raises ``ModelError`` otherwise, and ``ConfigError`` for a pool that the memory cannot hold.
+    a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool that the memory cannot hold,
+    ``GroupMismatch`` for ranks that were started differently, and ``NotInvariant``.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
 
     The order of a step is told by three settings. Plainly: the cache's step, then a batch. With ``engine.overlap`` the
@@ -69,15 +70,20 @@ class Engine:
         if config.cache.asynchronous and model.tp_group is not None and handoff_group is model.tp_group:
             raise ModelError("cache.asynchronous is true: the model's sums then run in a thread, beside the hand-off "
                              "and the cache's ballot; give handoff_group and cache_group groups of their own")
-        if config.engine.batch_invariant:
-            enable(model, handoff_group)
-        elif model.query_tiles is not None:
+        if model.query_tiles is not None and not config.engine.batch_invariant:
             raise ModelError("the model was made batch-invariant by an earlier engine, but engine.batch_invariant is "
                              "false; load it again")  # fmt: skip
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
         launcher = Launcher(model, self.pool, asynchronous=config.cache.asynchronous)
+        # First of all that the ranks do together: what follows is to be the same on all, and here they compare it.
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
+        if config.engine.batch_invariant:
+            try:
+                enable(model, handoff_group)
+            except BaseException:
+                self.cache.close()
+                raise
         self.steps = 0
         self.closed = False
         self.failed = False

@@ -18,7 +18,7 @@ from distkv.engine.config import ServeConfig
 from distkv.engine.engine import Engine
 from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
-from distkv.errors import ModelError
+from distkv.errors import GroupMismatch, ModelError
 from distkv.group import SoloGroup, Ticket
 from distkv.testing.processes import run_ranks
 from distkv.torch_group import TorchGroup
@@ -238,6 +238,9 @@ def ranks_case(rank: int, world_size: int, folder: Path) -> list[tuple[dict[str,
         ballots.close()
     with pytest.raises(ModelError, match="give handoff_group"):
         Engine(settings_of("asynchronous", folder, tp=world_size), model, cache_group=TorchGroup(dist.new_group()))
+    with pytest.raises(GroupMismatch, match=r"engine\.batch_invariant"):  # before one of them begins with its self-test
+        Engine(settings_of("plain", folder, tp=world_size, batch_invariant=rank == 0), model,
+               cache_group=TorchGroup(dist.new_group()))
     return out
 
 
