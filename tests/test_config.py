@@ -198,7 +198,10 @@ def test_agreed_fields_are_the_fields_that_every_rank_must_share() -> None:
         "cache.heartbeat": "64",
         "cache.key_function": '"xxh3_64"',
         "cache.asynchronous": "false",
+        "cache.agreement": '"minimum"',
+        "cache.check_every": "64",
         "group.transport": '"auto"',
+        "group.heartbeat_s": "null",
     }
     local = Config(pool=PoolConfig(pages=3), group=GroupConfig(timeout_s=1))
     assert agreed_fields(local) == agreed_fields(Config())
