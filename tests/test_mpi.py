@@ -87,7 +87,9 @@ def test_without_mpi_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         MpiGroup()
 
 
-def test_the_command_line_of_the_benchmark(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_of_the_benchmark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from distkv.bench.group_rank import measure_group
 
     def alone(transport: str, ranks: int, sizes: list[int], n: int) -> list[dict[str, Any]]:
@@ -95,8 +97,9 @@ def test_the_command_line_of_the_benchmark(capsys: pytest.CaptureFixture[str], m
 
     monkeypatch.setattr(bench, "_over_torch", alone)
     arguments = ["--ranks", "1", "--transports", "gloo", "--repeats", "3"]
-    assert bench.main([*arguments, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert bench.main([*arguments, "--json", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    capsys.readouterr()
     assert [row["elements"] for row in rows] == [bench.ballot_size(k) for k in bench.QUEUE_SLOTS] + [0]
     assert all(0 < row["total"]["median"] <= row["total"]["p99"] and row["total"]["n"] == 3 for row in rows)
     assert bench.main([*arguments, "--sizes", "5,6"]) == 0

@@ -7,20 +7,15 @@ its target is reported and is not a failure, since machines differ; a count that
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from distkv.bench import files, growth, memory, operations, overhead
 from distkv.bench import floors as machine
-from distkv.bench import growth, memory, operations, overhead
 from distkv.bench.rows import Row, table
 from distkv.bench.workloads import QUICK, Sizes
-from distkv.errors import InputFileError
 
 __all__ = ["main", "run"]
 
@@ -29,11 +24,10 @@ def main(arguments: Sequence[str]) -> int:
     """Measures and prints; 0 if every count is right, 1 if one is not."""
     parser = argparse.ArgumentParser(prog="distkv bench core", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    files.add_option(parser)
     parser.add_argument("--quick", action="store_true", help="small sizes, in seconds; targets are not compared")
     given = parser.parse_args(arguments)
-    if given.json:
-        _refuse_unwritable(given.json)
+    files.refuse_unwritable(given.json)
     sizes = QUICK if given.quick else Sizes()
     report = run(sizes, compare=not given.quick)
     rows, floors, growing = report
@@ -46,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     for row in rows:
         if row.note:
             print(f"- {row.name}: {row.note}")
-    if given.json:
-        content = {"machine": _machine(), "rows": [r.as_dict() for r in rows], "floors": [r.as_dict() for r in floors],
-                   "growth": [g.as_dict() for g in growing], "quick": given.quick}
-        Path(given.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    files.write(given.json, {
+        "machine": files.machine(numpy=np.__version__, xxhash=xxhash.VERSION), "rows": [r.as_dict() for r in rows],
+        "floors": [r.as_dict() for r in floors], "growth": [g.as_dict() for g in growing], "quick": given.quick,
+    })  # fmt: skip
     return 1 if any(row.exactly and not row.reached for row in rows) else 0
 
 
@@ -64,16 +58,3 @@ def run(sizes: Sizes, *, compare: bool = True) -> tuple[list[Row], list[Row], li
     if not compare:
         rows = [row if row.exactly else row.without_target() for row in rows]
     return rows, machine.rows(found), list(growth.all_of(sizes))
-
-
-def _machine() -> dict[str, object]:
-    return {"python": platform.python_version(), "numpy": np.__version__, "xxhash": xxhash.VERSION,
-            "cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
-
-
-def _refuse_unwritable(path: str) -> None:
-    try:
-        with open(path, "a", encoding="utf-8"):
-            return
-    except OSError as error:
-        raise InputFileError(path, 0, error.strerror or str(error)) from None

@@ -9,19 +9,17 @@ are shared; else the wall clock's. The ratio is that of the best times.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
+from distkv.bench import files
 from distkv.config import load
 from distkv.engine.attention import Batch
 from distkv.engine.config import ServeConfig
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="distkv bench engine", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("config", help="configuration file (YAML), with parallel.tp 1")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    files.add_option(parser)
     parser.add_argument("--prompts", metavar="N", type=int, nargs="+", default=[512, 2048], help="tokens (512 2048)")
     parser.add_argument("--repeat", metavar="N", type=int, default=5, help="times that both modes do everything (5)")
     given = parser.parse_args(arguments)
@@ -85,15 +83,19 @@ def main(arguments: Sequence[str]) -> int:
         config = load(given.config, ServeConfig)
         if config.parallel.tp != 1:
             raise ConfigError("parallel.tp", f"is {config.parallel.tp}, but this is measured on one rank; set it to 1")
+        files.refuse_unwritable(given.json)
         costs = measure(config, given.prompts, given.repeat)
-        if given.json:
-            _write(given.json, config, costs)
     except DistKVError as error:
         print(f"distkv: {error}", file=sys.stderr)
         return 2
     print(f"{config.model.source}, {config.model.dtype}, {torch.get_num_threads()} thread(s), chunks of "
           f"{config.chunk_tokens} tokens, {given.repeat} time(s), load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
     print(table(costs))
+    files.write(given.json, {
+        "machine": files.machine(torch=torch.__version__, threads=torch.get_num_threads()),
+        "model": config.model.source, "dtype": config.model.dtype, "chunk_tokens": config.chunk_tokens,
+        "rows": [cost.as_dict() for cost in costs],
+    })  # fmt: skip
     return 0
 
 
@@ -175,14 +177,3 @@ def table(costs: Sequence[Cost]) -> str:
         unit = "tokens/s" if cost.rate else "ms"
         lines.append(f"{cost.name:34} {unit:>9} " + " ".join(f"{v:9.1f}" for v in shown) + f" {cost.ratio:6.2f}x")
     return "\n".join(lines)
-
-
-def _write(path: str, config: ServeConfig, costs: Sequence[Cost]) -> None:
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads(),
-               "cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}  # fmt: skip
-    content = {"machine": machine, "model": config.model.source, "dtype": config.model.dtype,
-               "chunk_tokens": config.chunk_tokens, "rows": [cost.as_dict() for cost in costs]}  # fmt: skip
-    try:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputFileError(path, 0, error.strerror or str(error)) from None

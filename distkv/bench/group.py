@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from distkv.ballot import ballot_size
+from distkv.bench import files
 from distkv.bench.group_rank import torch_rank
 from distkv.bench.rows import markdown
 from distkv.bench.timing import Sample
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sizes", help="numbers of int64 (default: ballots of "
                         f"{', '.join(map(str, QUEUE_SLOTS))} waiting requests)")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=1000, help="of each measurement (default 1000)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    files.add_option(parser)
     given = parser.parse_args(arguments)
     try:
         ranks = _numbers(given.ranks)
@@ -150,10 +151,11 @@ def main(arguments: Sequence[str]) -> int:
     if asked and not set(asked) <= set(TRANSPORTS):
         print(f"distkv: --transports are {', '.join(TRANSPORTS)}, not {given.transports}", file=sys.stderr)
         return 2
-    return _run(asked, ranks, sizes, given.repeats, as_json=given.json)
+    files.refuse_unwritable(given.json)
+    return _run(asked, ranks, sizes, given.repeats, given.json)
 
 
-def _run(asked: Sequence[str] | None, ranks: Sequence[int], sizes: Sequence[int], n: int, *, as_json: bool) -> int:
+def _run(asked: Sequence[str] | None, ranks: Sequence[int], sizes: Sequence[int], n: int, file: str | None) -> int:
     rows, failed = [], False
     for transport in asked or TRANSPORTS:
         for world_size in ranks:
@@ -164,14 +166,10 @@ def _run(asked: Sequence[str] | None, ranks: Sequence[int], sizes: Sequence[int]
             except DistKVError as error:
                 failed = True
                 print(f"distkv: {error}", file=sys.stderr, flush=True)
-    load = os.getloadavg()[0]
-    if as_json:
-        shown = [asdict(row) for row in rows]
-        print(json.dumps({"unit": "us", "repeats": n, "cores": os.cpu_count(), "load": load, "rows": shown}, indent=1))
-    else:
-        print(table(rows))
-        print(f"\n{n} repetitions on each rank; {os.cpu_count()} cores, load {load:.1f} at the end. issue: until the "
-              "call that starts it returns; wait: from then on.")
+    print(table(rows))
+    print(f"\n{n} repetitions on each rank; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end. issue: "
+          "until the call that starts it returns; wait: from then on.")
+    files.write(file, {"machine": files.machine(), "unit": "us", "repeats": n, "rows": [asdict(row) for row in rows]})
     return int(failed)
 
 

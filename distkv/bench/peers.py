@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import distkv
+from distkv.bench import files
 from distkv.bench.rows import markdown, number
 from distkv.errors import DistKVError, InputFileError
 
@@ -78,15 +79,15 @@ def main(arguments: Sequence[str]) -> int:
                         help="interpreter that has SGLang (or DISTKV_SGLANG_PYTHON); without it SGLang is left out")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is run (default 3)")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu", help="thread CPU time (default) or wall")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    files.add_option(parser)
     given = parser.parse_args(arguments)
     places = _places(given.harness, given.vllm_python, given.sglang_python)
+    files.refuse_unwritable(given.json)
     rounds = [_round(places, given.clock, i) for i in range(max(1, given.rounds))]
     print(f"\n{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end, {given.clock} time, microseconds, "
           f"median over {len(rounds)} round(s)\n")
     print(report(rounds))
-    if given.json:
-        Path(given.json).write_text(json.dumps(rounds, indent=1) + "\n", encoding="utf-8")
+    files.write(given.json, {"machine": files.machine(), "clock": given.clock, "rounds": rounds})
     return 0
 
 
