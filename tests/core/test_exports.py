@@ -18,13 +18,14 @@ SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "r
            "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog", "_settings",
-        "_values", "_loading"]
-LAYERS = [["keys", "encoding", "config", "errors", "_settings", "_values", "_loading"], ["chain"],
+CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog", "layout",
+        "_settings", "_values", "_loading", "_yaml"]
+LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml"], ["chain"],
           ["pages", "faults"], ["runs"],
           ["entries", "policy", "reasons", "table_buffers"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
           ["torch_group", "mpi_group", "start", "lockstep"], ["cache"]]
+PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "memory", "_interfaces", "_parent"]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:
@@ -103,12 +104,13 @@ def test_sans_io(module: str) -> None:
 def test_layers() -> None:
     rank = {module: i for i, row in enumerate(LAYERS) for module in row}
     assert set(rank) == set(CORE)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *CORE, *PROGRAMS}, "each module has its place"
     for module in CORE:
         inside = {name.split(".")[1] for name in imports(module) if name.startswith("distkv.")} & set(rank)
         above = {other for other in inside if rank[other] > rank[module]}
         assert not above, f"{module} imports {above}, which lie above it"
         outside = {name.split(".")[1] for name in imports(module) if name.startswith("distkv.")} - set(rank)
-        assert not outside & {"engine", "replay", "integrations", "testing"}
+        assert not outside & {"engine", "testing", "inspection", "bench", *PROGRAMS}
 
 
 @pytest.mark.parametrize("module", CORE)
