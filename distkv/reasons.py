@@ -53,7 +53,7 @@ class Memory:
 
     def __init__(self, pages: int) -> None:
         self._left = array("Q", bytes(8 * pages))
-        self._taken = np.zeros(pages, np.uint64)
+        self._taken = np.zeros(0, np.uint64)  # of as many as there are pages; most groups never need it
         self._first: dict[int, Run | dict[int, Run]] = {}  # mostly one, and a dictionary for one takes 200 bytes
 
     def evicted(self, keys: Iterable[int]) -> None:
@@ -84,6 +84,8 @@ class Memory:
     def forget_first_pages(self) -> None:
         """All runs are about to go."""
         digests = np.fromiter(self._first, np.uint64, len(self._first))
+        if not len(self._taken):
+            self._taken = np.zeros(len(self._left), np.uint64)
         self._taken[digests % len(self._taken)] = digests
         self._first.clear()
 
@@ -113,7 +115,8 @@ class Memory:
             elif run.keys[0] != chain.keys[0]:  # equal if it was stored since the lookup
                 return Reason.MEDIA
         digest = xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes]))
-        taken = other is Reason.NEVER_SEEN and self._taken[digest % len(self._taken)] == digest
+        size = len(self._taken)
+        taken = other is Reason.NEVER_SEEN and size > 0 and self._taken[digest % size] == digest
         return Reason.BUMP_OR_RESET if taken else other
 
     def _first_runs(self, chain: KeyChain, page_bytes: int) -> Iterable[Run]:
