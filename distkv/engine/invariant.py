@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.model import Model
 from distkv.engine.tiles import KEYS, ROWS, SIZES, Attention, Rows, padded_keys
-from distkv.engine.trial import differences, random_case
 from distkv.errors import NotInvariant
 from distkv.torch_group import TorchGroup
 

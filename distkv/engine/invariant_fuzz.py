@@ -16,8 +16,8 @@ import torch
 
 from distkv.engine.config import ModelConfig
 from distkv.engine.invariant import enable
+from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.model import load_model
-from distkv.engine.trial import differences, random_case
 from distkv.errors import DistKVError, NotInvariant
 
 __all__ = ["main"]

@@ -17,10 +17,10 @@ from distkv.engine import invariant, invariant_fuzz, tensor_parallel, tiles
 from distkv.engine.config import ModelConfig
 from distkv.engine.engine import Engine
 from distkv.engine.invariant import enable
+from distkv.engine.invariant_case import Case, differences, random_case
 from distkv.engine.model import Model, load_model
 from distkv.engine.pool import KVPool
 from distkv.engine.tiles import ROWS, SIZES
-from distkv.engine.trial import Case, differences, random_case
 from distkv.errors import ModelError, NotInvariant
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny

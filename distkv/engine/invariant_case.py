@@ -1,4 +1,4 @@
-"""One trial of batch invariance: sequences under a random schedule against each of them alone, in one pass.
+"""One case of batch invariance: sequences under a random schedule against each of them alone, in one pass.
 
 A schedule packs random chunks of random sequences into batches; some sequences begin with pages of another one, as
 after a cache hit. What is compared is bits: every logit that a batch gave, and every key and value in the pages.
