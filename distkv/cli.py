@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("distkv"):
             raise
-        return _fail(f"{given[0]} needs the module {error.name}, which is not installed: pip install -e '.[engine]'")
+        return _fail(f"{given[0]} needs the module {error.name}, which is not installed: "
+                     "pip install 'distkv-cache[engine]'")
     except (ConfigError, InputFileError) as error:
         return _fail(str(error))
     except DistKVError as error:
