@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine import tiny
 
@@ -20,3 +21,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pa
         return made[key]
 
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models that are too small for two: on a busy machine each kernel would wait for the other thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,7 @@ KV_HEADS = {"llama": 4, "qwen3": 12, "gemma": 4, "qwen2": 4, "mistral": 4}
 HOT: dict[str, Any] = {"temperature": 1.4, "top_p": 0.95, "seed": 5, "output_limit": 8}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for two: on a busy machine each kernel would wait for the other thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -39,13 +39,7 @@ def load(folder: Path, dtype: str = "float32", group: dist.ProcessGroup | None =
     return load_model(ModelConfig(source=str(folder), dtype=dtype), group)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for two: on a busy machine each kernel would wait for the other thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
