@@ -114,8 +114,13 @@ class GroupConfig(Section):
 
     heartbeat_s: float | None = setting(None, agreed=True, low=0, high=3600)
     """Seconds between two signs of life of a rank, through the store of the process group. null: an eighth of
-    timeout_s, 0.5 at most. 0: no watchdog; a rank that is lost or fails outside the ballot is then noticed by deadlines
-    alone."""
+    timeout_s, 0.5 at most. A quarter of timeout_s at most. 0: no watchdog; a rank that is lost or fails outside the
+    ballot is then noticed by deadlines alone."""
+
+    def check_fields(self) -> None:
+        if self.heartbeat_s is not None and self.heartbeat_s > self.timeout_s / 4:
+            raise self.wrong("heartbeat_s", f"must be at most a quarter of timeout_s, which is {self.timeout_s:g}, got "
+                                            f"{self.heartbeat_s:g}: silence is told by beats that did not come")
 
 
 @dataclass(frozen=True, kw_only=True)

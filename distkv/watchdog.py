@@ -111,7 +111,7 @@ class Watchdog:
             while answers == self._answers and time.monotonic() < end and not self._board.known.wait(0.005):
                 pass
         before = dict(self._beats)
-        self._board.known.wait(max(0.3, 3.5 * self.beat_s))
+        self._board.known.wait(max(0.3, 3.5 * self.beat_s))  # within the deadline: see group.heartbeat_s
         if self._board.fault is not None or self._closing.is_set():
             return self._board.fault
         silent = [r for r in self._peers if self._beats[r] == before[r]]

@@ -99,6 +99,7 @@ def test_a_byte_order_mark_and_document_marks_are_accepted(tmp_path: Path) -> No
         ("cache: {asynchronous: yes}", "cache.asynchronous", ["true or false, got the text 'yes'"]),
         ("cache: {queue_slots: 0}", "cache.queue_slots", ["from 1"]),
         ("cache: {heartbeat: 0}", "cache.heartbeat", ["from 1"]),
+        ("group: {timeout_s: 4, heartbeat_s: 2}", "group.heartbeat_s", ["a quarter of timeout_s", "4", "2"]),
         ("cache: {key_function: sha256}", "cache.key_function", ["xxh3_64"]),
         ("pool: {pages: -4}", "pool.pages", ["got -4"]),
         ("pool: {pages: 0}", "pool.pages", ["got 0"]),

@@ -116,7 +116,8 @@ def random_trial(
         prompt, abort = prompts[i]
         arrivals.append(Arrival(step, prompt, step + abort if abort else None))
     most = config.engine.batch_tokens
-    chunk = max(1, int(np.exp(random.uniform(np.log(max(1, longest // 24)), np.log(most + 1)))))
+    least = min(max(1, longest // 24), most)
+    chunk = max(1, int(np.exp(random.uniform(np.log(least), np.log(most + 1)))))
     scheduler = Fuzzed(random, most, min(chunk, size) if within_pages else chunk, size if within_pages else None)
     return Trial(_varied(config, longest, random), tuple(arrivals), known, scheduler)
 

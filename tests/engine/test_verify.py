@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from distkv.config import from_mapping
 from distkv.engine import batch, pool, verification, verify
-from distkv.engine.fuzz import Fuzzed
-from distkv.engine.record import Recording
+from distkv.engine.config import ServeConfig
+from distkv.engine.fuzz import Fuzzed, random_trial
+from distkv.engine.record import RecordedRequest, Recording
 from distkv.engine.schedule import Runnable
 from distkv.errors import ModelError
 from distkv.testing.processes import run_ranks
@@ -227,6 +229,16 @@ def test_random_plans_are_within_their_limits() -> None:
                 committed[name] += n
                 sizes.append(n)
         assert len(set(sizes)) > 10
+
+
+def test_a_request_much_longer_than_a_batch_has_random_schedules_too() -> None:
+    config = from_mapping({"engine": {"batch_tokens": 16}, "cache": {"page_size": 16}}, ServeConfig)
+    tokens = np.arange(600, dtype=np.int32)
+    request = RecordedRequest("long", 500, 0, (), tokens)
+    for seed in range(20):
+        trial = random_trial(config, [request], np.random.default_rng(seed), 1000, within_pages=False)
+        assert trial.scheduler is not None
+        assert 1 <= trial.scheduler.longest <= 16
 
 
 # ---- real ranks
