@@ -6,14 +6,14 @@ Run as ``python -m distkv.api_reference > docs/api.md``.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import distkv
 from distkv.config import Section
-from distkv.config_reference import field_docs
+from distkv.config_reference import docs_in, field_docs, markdown, one_line
 
 __all__ = ["main", "page"]
 
@@ -29,7 +29,7 @@ what it ends; the tree is at the top of `distkv/errors.py`.
 def page() -> str:
     """The whole page, as Markdown."""
     names = [name for name in distkv.__all__ if not name.startswith("_")]
-    kinds = {"Classes": [], "Errors": [], "Functions": [], "Types": []}  # type: dict[str, list[str]]
+    kinds: dict[str, list[str]] = {"Classes": [], "Errors": [], "Functions": [], "Types": []}
     for name in names:
         kinds[_kind(getattr(distkv, name))].append(name)
     parts = [_HEAD]
@@ -48,7 +48,10 @@ def _kind(value: Any) -> str:
 
 def _entry(name: str, value: Any) -> str:
     lines = [f"### `{name}{_signature(value)}`\n", _text(value), ""]
-    if inspect.isclass(value) and not issubclass(value, Section):
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        docs = docs_in(value)
+        lines += [*(f"- `{one.name}` (`{one.value!r}`): {docs.get(one.name, '')}".rstrip(": ") for one in value), ""]
+    elif inspect.isclass(value) and not issubclass(value, Section):
         if dataclasses.is_dataclass(value):
             docs = field_docs(value)
             lines += [f"- `{f.name}`: {docs.get(f.name, '')}".rstrip(": ") for f in dataclasses.fields(value)]
@@ -72,7 +75,7 @@ def _members(cls: type) -> Iterator[str]:
             seen.add(name)
             text = inspect.getdoc(getattr(cls, name, None) if routine else member)
             if text and (routine or isinstance(member, property) or type(member).__name__ == "cached_property"):
-                yield f"- `{name}{_signature(function) if routine else ''}`: {_one_line(text)}"
+                yield f"- `{name}{_signature(function) if routine else ''}`: {one_line(text)}"
 
 
 def _signature(value: Any) -> str:
@@ -80,7 +83,7 @@ def _signature(value: Any) -> str:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    if inspect.isclass(value) and (dataclasses.is_dataclass(value) or getattr(value, "_is_protocol", False)):
+    if inspect.isclass(value) and (dataclasses.is_dataclass(value) or issubclass(value, enum.Enum)):
         return ""
     parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name not in ("self", "cls")]
     # a default that is an object prints its address; what it is does not matter here
@@ -97,16 +100,7 @@ def _text(value: Any) -> str:
     made = vars(value).get("__init__") if inspect.isclass(value) else None
     if inspect.isfunction(made) and made.__doc__:
         parts.append(inspect.cleandoc(made.__doc__))
-    return "\n\n".join(map(_markdown, filter(None, parts)))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(_markdown(text).split())
-
-
-def _markdown(text: str) -> str:
-    text = re.sub(r":(?:class|meth|func|mod|attr):`~?([^`]+)`", r"`\1`", text.replace("``", "`"))
-    return re.sub(r"::\n", ":\n", text)
+    return "\n\n".join(map(markdown, filter(None, parts)))
 
 
 def main() -> int:

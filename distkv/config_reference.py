@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 import sys
 import textwrap
 import typing
@@ -20,7 +21,7 @@ from typing import Any
 from distkv._settings import rule_of, type_hints
 from distkv._values import allowed
 
-__all__ = ["field_docs", "main", "reference"]
+__all__ = ["docs_in", "field_docs", "main", "markdown", "one_line", "reference"]
 
 _HEAD = """\
 # Configuration
@@ -40,14 +41,32 @@ def field_docs(cls: type) -> dict[str, str]:
     """Field name -> the docstring under it, as one line of Markdown; fields of base classes included."""
     docs: dict[str, str] = {}
     for owner in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, after in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                docs[statement.target.id] = " ".join(str(after.value.value).replace("``", "`").split())
+        docs |= docs_in(owner)
     return docs
+
+
+def docs_in(cls: type) -> dict[str, str]:
+    """Name -> the docstring under it, as one line of Markdown, for what the body of this class assigns."""
+    docs: dict[str, str] = {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for statement, after in zip(body.body, body.body[1:], strict=False):
+        target = statement.target if isinstance(statement, ast.AnnAssign) else (
+            statement.targets[0] if isinstance(statement, ast.Assign) else None)
+        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[target.id] = one_line(str(after.value.value))
+    return docs
+
+
+def markdown(text: str) -> str:
+    """A docstring's text as Markdown."""
+    text = re.sub(r":(?:class|meth|func|mod|attr|data):`~?([^`]+)`", r"`\1`", text.replace("``", "`"))
+    return re.sub(r"::\n", ":\n", text)
+
+
+def one_line(text: str) -> str:
+    """:func:`markdown` on one line."""
+    return " ".join(markdown(text).split())
 
 
 def reference(*classes: type) -> str:

@@ -165,7 +165,7 @@ class LocalGroup(Group):
         number = ("exchange", self._exchanges)
         self._exchanges += 1
         self._bring(number, data)
-        return self.gather(number, "the exchange at start", -1, self.timeout_s or _START_S)
+        return self._gather(number, "the exchange at start", -1, self.timeout_s or _START_S)
 
     def start(self, vector: Vector, step: int) -> Ticket:
         number = ("minimum", self._minima)
@@ -198,7 +198,7 @@ class LocalGroup(Group):
             self._meeting.rounds.setdefault(number, {})[self.rank] = value
             self._meeting.changed.notify_all()
 
-    def gather(self, number: tuple[str, int], what: str, step: int, seconds: float) -> list[Any]:
+    def _gather(self, number: tuple[str, int], what: str, step: int, seconds: float) -> list[Any]:
         """What every rank brought to a round, by rank. Once per member and round."""
         meeting = self._meeting
         with meeting.changed:
@@ -223,5 +223,5 @@ class _LocalTicket(Ticket):
         self._group, self._number, self._step = group, number, step
 
     def wait(self) -> Vector:
-        brought = self._group.gather(self._number, "the ballot", self._step, self._group.timeout_s)
+        brought = self._group._gather(self._number, "the ballot", self._step, self._group.timeout_s)
         return np.asarray(np.minimum.reduce(brought))

@@ -120,7 +120,7 @@ class MpiGroup(Group):
             request = self._comm.Iallreduce(vector, result, self._mpi.MIN)
         return _MpiTicket(self, request, vector, result, step)
 
-    def wait(self, request: Any, what: str, step: int, buffers: tuple[object, ...]) -> None:
+    def _finish(self, request: Any, what: str, step: int, buffers: tuple[object, ...]) -> None:
         """Waits for a request within the deadline, or until there is a fault, whose error it raises.
 
         ``buffers`` are kept for as long as MPI may use them.
@@ -173,5 +173,5 @@ class _MpiTicket(Ticket):
         self._result = result
 
     def wait(self) -> Vector:
-        self._group.wait(self._request, "the ballot", self._step, self._buffers)
+        self._group._finish(self._request, "the ballot", self._step, self._buffers)
         return self._result

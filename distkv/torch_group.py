@@ -165,7 +165,7 @@ class TorchGroup(Group):
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(rows, mine, group=self._group, async_op=True)
         assert work is not None
-        self.wait_for(work)
+        self._wait_for(work)
         return rows
 
     def start(self, vector: Vector, step: int) -> Ticket:
@@ -176,7 +176,7 @@ class TorchGroup(Group):
         assert work is not None
         return _TorchTicket(self, tensor, work, step)
 
-    def wait_for(self, work: dist.Work) -> None:
+    def _wait_for(self, work: dist.Work) -> None:
         """Waits within the deadline, or until there is a fault, whose error it raises.
 
         Under NCCL it waits until the GPU is done, not only until the work is enqueued.
@@ -238,5 +238,5 @@ class _TorchTicket(Ticket):
     def wait(self) -> Vector:
         group = self._group
         with named_failures("the ballot", group.timeout_s, rank=group.rank, step=self._step):
-            group.wait_for(self._work)
+            group._wait_for(self._work)
         return np.asarray(self._tensor.cpu().numpy())

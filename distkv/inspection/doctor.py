@@ -1,7 +1,7 @@
 """``distkv doctor [CONFIG]``: what this machine offers, and what of a configuration will not work on it.
 
 Exit code 0: nothing stands in the way. 1: something of the configuration will not work here, each with its remedy. 2:
-the configuration cannot be read. Starts nothing, loads no weights, downloads nothing.
+the configuration or the command cannot be used. Starts nothing, loads no weights, downloads nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,12 +143,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, default=1, help="hosts that the ranks are spread over (default 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     given = parser.parse_args(arguments)
+    if given.nodes < 1:
+        print("distkv: --nodes must be at least 1", file=sys.stderr)
+        return 2
     config = load(given.config, ServeConfig) if given.config is not None else None
     machine = Machine()
     if config is not None and machine.version("transformers"):
         quiet_transformers()
     found = findings(machine)
-    wrong = problems(config, machine, nodes=max(1, given.nodes)) if config is not None else []
+    wrong = problems(config, machine, nodes=given.nodes) if config is not None else []
     failed = any(not problem.warning for problem in wrong)
     if given.json:
         print(json.dumps({"machine": [dataclasses.asdict(finding) for finding in found], "config": given.config,

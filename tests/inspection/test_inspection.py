@@ -152,6 +152,7 @@ def test_what_fits_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 1 and "DOES NOT FIT" in out
     for wrong in (["--nodes", "0"], ["--memory", "0"], ["--memory", "nan"]):
         assert command(capsys, "plan", path, *wrong)[0] == 2
+    assert command(capsys, "doctor", path, "--nodes", "0")[0] == 2
 
 
 def test_layer_groups_and_models_without_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
