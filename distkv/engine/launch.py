@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,6 @@ __all__ = [
     "check_devices",
     "choose_device",
     "counted",
-    "end_with",
     "launched",
     "make_groups",
     "on_all_ranks",
@@ -194,17 +191,3 @@ def on_all_ranks(ranks: Ranks, timeout_s: float, make: Callable[[], T]) -> T:
     if any(error is not None for error in errors):
         raise StartFailed(errors)
     return made[0]
-
-
-def end_with(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the exit code of ``main()``, 1 if it raised: for the programs that every rank runs."""
-    code = 1
-    try:
-        code = main()
-    except Exception:  # logged for the user; the launcher ends the other ranks
-        logger.exception("this rank failed")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
-    sys.exit(code)

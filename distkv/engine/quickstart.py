@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +19,9 @@ from distkv.engine.compare import GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, Message, built_in, chat_tokens, read_conversations
 from distkv.engine.engine import Engine
-from distkv.engine.launch import Ranks, StartFailed, counted, end_with, launched, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, counted, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
+from distkv.engine.program import end_with, exit_code, joined
 from distkv.engine.record import Recording
 from distkv.engine.report import (
     Output,
@@ -30,7 +29,6 @@ from distkv.engine.report import (
     Turn,
     errors_by_rank,
     print_report,
-    quiet,
     request_id,
     short,
     title,
@@ -38,10 +36,8 @@ from distkv.engine.report import (
 )
 from distkv.engine.requests import Completion, Prompt
 from distkv.errors import (
-    ConfigError,
     DistKVError,
     GroupError,
-    InputFileError,
     KeyNamingError,
     ModelError,
     RequestError,
@@ -62,31 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="configuration file (YAML)")
     parser.add_argument("--messages", metavar="FILE", help='JSON Lines: {"messages": [...]} on each line')
     given = parser.parse_args(arguments)
-    layout = Layout()
-    try:
-        layout = Layout.from_environment()
-        if layout.source == "torchrun":
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
-        quiet(layout.rank)
+
+    def work(layout: Layout) -> int:
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
         conversations = read_conversations(given.messages) if given.messages else built_in()
-        with launched(
-            layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
-            transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
-        ) as ranks:  # fmt: skip
+        with joined(config, layout) as ranks:
             return _run(config, conversations, ranks, own_file=given.messages is not None)
-    except (ConfigError, InputFileError) as error:
-        if layout.local_rank == 0:
-            print(f"distkv: {error}", file=sys.stderr, flush=True)
-        return 2
-    except DistKVError as error:
-        text = with_titles(f"{type(error).__name__}: {error}")
-        print(f"distkv, rank {layout.rank}: {text}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("distkv: interrupted", file=sys.stderr, flush=True)
-        return 130
+
+    return exit_code(work, worded=with_titles)
 
 
 def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *, own_file: bool) -> int:

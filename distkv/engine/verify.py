@@ -13,7 +13,6 @@ file or the model cannot be used. 130: interrupted.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +21,13 @@ from distkv import launching
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, built_in, read_conversations
-from distkv.engine.launch import Ranks, StartFailed, counted, end_with, launched, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, counted, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
-from distkv.engine.report import Output, errors_by_rank, quiet
+from distkv.engine.program import end_with, exit_code, joined
+from distkv.engine.report import Output, errors_by_rank
 from distkv.engine.turns import Talk, chats, random_talks
 from distkv.engine.verification import Failed, Verification
-from distkv.errors import ConfigError, DistKVError, InputFileError, ModelError, PromptError
+from distkv.errors import ConfigError, ModelError, PromptError
 from distkv.layout import Layout
 
 __all__ = ["main"]
@@ -36,32 +36,17 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     given = _parser().parse_args(arguments)
-    layout = Layout()
-    try:
-        layout = Layout.from_environment()
+
+    def work(layout: Layout) -> int:
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
         conversations = None if given.random else read_conversations(given.messages) if given.messages else built_in()
         if layout.source == "alone" and config.parallel.tp > 1:
             return _start(config, sys.argv[1:] if arguments is None else arguments)
-        if layout.source == "torchrun":
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
-        quiet(layout.rank)
-        with launched(
-            layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
-            transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
-        ) as ranks:  # fmt: skip
+        with joined(config, layout) as ranks:
             return _run(config, conversations, ranks, schedules=given.schedules, seed=given.seed)
-    except (ConfigError, InputFileError) as error:
-        if layout.local_rank == 0:
-            _say(f"distkv: {error}")
-        return 2
-    except DistKVError as error:
-        _say(f"distkv, rank {layout.rank}: {type(error).__name__}: {error}")
-        return 1
-    except KeyboardInterrupt:
-        _say("distkv: interrupted")
-        return 130
+
+    return exit_code(work)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,11 +140,6 @@ def _talks(
                          f"of {size}; lower cache.page_size")  # fmt: skip
     return list(random_talks(seed, vocab=model.vocab_size, page_size=size,
                              longest=min(model.context, room), answer=answer))  # fmt: skip
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

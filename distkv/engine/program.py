@@ -1,0 +1,79 @@
+"""What a program that every rank runs has around its work: joining the others, one line for an error, an exit code.
+
+The codes are those of the command line: 0 it holds, 1 it does not, 2 unusable input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from distkv.engine.config import ServeConfig
+from distkv.engine.launch import Ranks, launched
+from distkv.engine.report import quiet
+from distkv.errors import ConfigError, DistKVError, InputFileError
+from distkv.layout import Layout
+
+__all__ = ["end_with", "exit_code", "joined"]
+
+logger = logging.getLogger(__name__)
+
+
+def exit_code(work: Callable[[Layout], int], *, worded: Callable[[str], str] = str) -> int:
+    """``work``'s exit code, or that of what it raises, which becomes one line on stderr, ``worded`` for people.
+
+    Every rank reads the same file, so one of each host says what is wrong with it.
+    """
+    layout = Layout()
+    try:
+        layout = Layout.from_environment()
+        return work(layout)
+    except (ConfigError, InputFileError) as error:
+        if layout.local_rank == 0:
+            _say(f"distkv: {error}")
+        return 2
+    except DistKVError as error:
+        _say(f"distkv, rank {layout.rank}: {worded(f'{type(error).__name__}: {error}')}")
+        return 1
+    except KeyboardInterrupt:
+        _say("distkv: interrupted")
+        return 130
+
+
+@contextmanager
+def joined(config: ServeConfig, layout: Layout) -> Iterator[Ranks]:
+    """The ranks of ``config``, see :func:`distkv.engine.launch.launched`; logging is set up for a program."""
+    if layout.source == "torchrun":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
+    quiet(layout.rank)
+    with launched(
+        layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
+        transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
+    ) as ranks:  # fmt: skip
+        yield ranks
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Ends this process with the exit code of ``main()``, 1 if it raised: for the programs that every rank runs."""
+    code = 1
+    try:
+        code = main()
+    except Exception:  # logged for the user; the launcher ends the other ranks
+        logger.exception("this rank failed")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
+    sys.exit(code)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
