@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +64,6 @@ def all_of(sizes: Sizes) -> Iterator[Growth]:
             with settled():
                 points.append((n, timer(sizes, n)))
         yield Growth(operation, size, most, tuple(points))
-
-
-Timer = Callable[[Sizes, int], float]
 
 
 def _match_by_prompt(sizes: Sizes, n: int) -> float:
