@@ -115,10 +115,12 @@ class SoloGroup(Group):
         return [data]
 
     def start(self, vector: Vector, step: int) -> Ticket:
-        return _Known(vector)
+        return Known(vector)
 
 
-class _Known(Ticket):
+class Known(Ticket):
+    """The minimum of a group of one."""
+
     def __init__(self, vector: Vector) -> None:
         self._vector = vector
 

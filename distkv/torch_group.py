@@ -19,7 +19,7 @@ from distkv.ballot import Vector
 from distkv.config import GroupConfig
 from distkv.errors import ConfigError, GroupError, GroupTimeout, PeerLost
 from distkv.faults import Fault
-from distkv.group import Group, Ticket
+from distkv.group import Group, Known, Ticket
 from distkv.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,8 @@ class TorchGroup(Group):
 
     def start(self, vector: Vector, step: int) -> Ticket:
         self.board.step = step
+        if self.size == 1:
+            return Known(vector)
         tensor = torch.from_numpy(vector).to(self.device)
         with named_failures("the ballot", self.timeout_s, rank=self.rank, step=step):
             work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)

@@ -48,14 +48,15 @@ def test_one_collective_a_step_and_none_when_nothing_waits(results: list[dict[st
         assert seen["hits"] > 0
         assert seen["evicted"] > 0
         assert 0 < seen["needed"] < cases.STEPS
-        assert seen["calls"] == {"all_reduce": seen["needed"]}
-        assert seen["collectives"] == seen["needed"]
+        entered = seen["needed"] if len(results) > 1 else 0
+        assert seen["calls"] == ({"all_reduce": entered} if entered else {})
+        assert seen["collectives"] == entered
 
 
 def test_an_idle_group_is_silent_but_for_the_heartbeat(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["idle"] == {}
-        assert result["beating"] == {"all_reduce": 3}
+        assert result["beating"] == ({"all_reduce": 3} if len(results) > 1 else {})
 
 
 def test_a_failure_in_begin_is_seen_by_all_and_the_group_goes_on(results: list[dict[str, Any]]) -> None:
