@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from distkv._text import counted
 from distkv.engine import mpi_launch
 from distkv.errors import ConfigError, DistKVError, GroupTimeout, PeerLost
 from distkv.group import Group
@@ -26,7 +27,6 @@ __all__ = [
     "StartFailed",
     "check_devices",
     "choose_device",
-    "counted",
     "launched",
     "make_groups",
     "on_all_ranks",
@@ -61,11 +61,6 @@ class Ranks:
     """For rank 0's messages, over the host."""
     cache_group: Group | None = None
     """For the cache's collective: its own group, so that it never waits for the others."""
-
-
-def counted(n: int, one: str, many: str | None = None) -> str:
-    """``1 page``, ``2 pages``; ``many`` where the plural is not made with an s."""
-    return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def choose_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:

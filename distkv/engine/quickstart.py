@@ -13,13 +13,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from distkv._text import counted
 from distkv.config import load
 from distkv.engine import gate
 from distkv.engine.compare import GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, Message, built_in, chat_tokens, read_conversations
 from distkv.engine.engine import Engine
-from distkv.engine.launch import Ranks, StartFailed, counted, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
 from distkv.engine.program import end_with, exit_code, joined
 from distkv.engine.record import Recording

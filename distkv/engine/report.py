@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distkv._text import counted
 from distkv.engine.compare import GateReport
-from distkv.engine.launch import counted
 from distkv.engine.requests import Completion
 
 __all__ = [

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from distkv._text import counted
 from distkv.engine import gate
 from distkv.engine.compare import Difference, GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.engine import Engine
 from distkv.engine.fuzz import Trial, in_order, random_trial
-from distkv.engine.launch import Ranks, counted
+from distkv.engine.launch import Ranks
 from distkv.engine.model import Model
 from distkv.engine.page_check import CacheCheck, check_cache
 from distkv.engine.record import Recorded, RecordedRequest, Recording

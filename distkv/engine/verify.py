@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from distkv import launching
+from distkv._text import counted
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.conversation import Conversation, built_in, read_conversations
-from distkv.engine.launch import Ranks, StartFailed, counted, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
 from distkv.engine.program import end_with, exit_code, joined
 from distkv.engine.report import Output, errors_by_rank

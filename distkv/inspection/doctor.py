@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distkv._text import counted
 from distkv.config import load
 from distkv.engine.config import ServeConfig
-from distkv.engine.launch import check_devices, counted
+from distkv.engine.launch import check_devices
 from distkv.engine.report import quiet_transformers
 from distkv.engine.sources import cache_folder, config_place
 from distkv.errors import ConfigError, DistKVError

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from distkv import CacheConfig, Config, Fingerprint, Message, PoolConfig, PrefixCache, Request
+from distkv._text import counted
 from distkv.config import load
 from distkv.engine.config import ServeConfig
-from distkv.engine.launch import counted
 from distkv.engine.report import quiet_transformers
 from distkv.errors import ConfigError
 from distkv.inspection.output import columns, gib, size

@@ -25,7 +25,8 @@ LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_valu
           ["entries", "policy", "reasons", "table_buffers"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
           ["torch_group", "mpi_group", "start", "lockstep"], ["cache"]]
-PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "memory", "_interfaces", "_parent"]
+PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "memory", "_interfaces", "_parent",
+            "_text"]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:

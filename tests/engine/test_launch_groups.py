@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distkv._text import counted
 from distkv.engine.engine import Engine
-from distkv.engine.launch import Ranks, StartFailed, choose_device, counted, launched, make_groups, on_all_ranks
+from distkv.engine.launch import Ranks, StartFailed, choose_device, launched, make_groups, on_all_ranks
 from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
 from distkv.errors import ConfigError, GroupTimeout, ModelError
