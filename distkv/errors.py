@@ -134,7 +134,8 @@ class ModelError(DistKVError, ValueError):
 class NotInvariant(ModelError):
     """The self-test of ``engine.batch_invariant`` found other bits in another batch. Ends the start, on all ranks.
 
-    ``what`` names the kernel, its sizes, the type and the number of threads; ``failed_rank`` is the rank that saw it.
+    ``what`` names the kernel, its sizes, the type and the number of threads, or another rank's error that ended the
+    test there; ``failed_rank`` is the rank that saw it.
     """
 
     def __init__(self, what: str, failed_rank: int = 0) -> None:

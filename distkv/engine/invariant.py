@@ -21,7 +21,7 @@ from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.model import Model
 from distkv.engine.tiles import KEYS, ROWS, SIZES, Attention, Rows, padded_keys
 from distkv.errors import NotInvariant
-from distkv.torch_group import TorchGroup
+from distkv.torch_group import TorchGroup, abort, transport_failed
 
 __all__ = ["enable"]
 
@@ -42,25 +42,27 @@ def enable(model: Model, group: dist.ProcessGroup | None = None) -> None:
     """Makes ``model`` batch-invariant and tests that it is. Every rank of ``model.tp_group`` calls it together.
 
     ``group``: over which the ranks tell each other the outcome, ``model.tp_group`` if it is None. Raises
-    ``NotInvariant`` on all ranks if one finds a difference; the model is then as it was. A second call does nothing.
+    ``NotInvariant`` on all ranks if one finds a difference or cannot run the test; that one raises what stopped it. The
+    model is then as it was. But what fails inside the model's passes leaves no other way than to abort
+    ``model.tp_group``: it cannot be used any more, and without a ``group`` beside it the others raise PeerLost.
+    A second call does nothing.
     """
     if model.query_tiles is not None:
         return
     wrapped = dict(_wrapped(model))
-    problem: str | None = None
+
+    def test_kernels() -> None:
+        _test_rows(model, wrapped)
+        model.query_tiles = _query_tiles(model)
+
     try:
         for module, rows in wrapped.items():
             module.forward = rows
         model.query_tiles = SIZES
         if model.sums is not None:
             model.sums.in_rank_order = True
-        try:
-            _test_rows(model, wrapped)
-            model.query_tiles = _query_tiles(model)
-        except NotInvariant as error:
-            problem = str(error)
-        problem = _test_model(model) or problem  # it has sums over the group: all ranks run it, whatever they found
-        _agree(model, problem, group or model.tp_group)
+        _together(model, group or model.tp_group, test_kernels)
+        _together(model, group or model.tp_group, lambda: _test_model(model), has_sums=True)
     except BaseException:
         for module in wrapped:
             del module.forward
@@ -84,14 +86,44 @@ def _is_activation(module: nn.Module) -> bool:
     return where in ("transformers.activations", "torch.nn.modules.activation") and not list(module.parameters())
 
 
-def _agree(model: Model, problem: str | None, group: dist.ProcessGroup | None) -> None:
-    found: list[str | None] = [problem]
-    if group is not None and model.tp_size > 1:
-        told = TorchGroup(group, timeout_s=model.timeout_s).exchange(json.dumps(problem).encode())
-        found = [json.loads(data) for data in told]
-    for rank, text in enumerate(found):
-        if text is not None:
-            raise NotInvariant(text, rank)
+def _together(
+    model: Model, group: dist.ProcessGroup | None, test: Callable[[], None], *, has_sums: bool = False
+) -> None:
+    """A part of the self-test, after which all ranks go on, or all raise. ``has_sums``: they wait for each other in it.
+
+    Under gloo the others notice an aborted group at once, under NCCL by the deadline of the group.
+    """
+    mine: Exception | None = None
+    try:
+        test()
+    except Exception as error:  # noqa: BLE001
+        mine = error  # handed to all ranks below, and raised here
+    if group is None or model.tp_size == 1:
+        if mine is not None:
+            raise mine
+        return
+    lost = mine is not None and transport_failed(mine)
+    if mine is not None and has_sums and not isinstance(mine, NotInvariant):
+        if not lost:
+            assert model.tp_group is not None
+            abort(model.tp_group)  # the others wait in a sum for this rank
+        if group is model.tp_group:
+            raise mine
+    _raise_together(mine, lost, TorchGroup(group, timeout_s=model.timeout_s))
+
+
+def _raise_together(mine: Exception | None, lost: bool, group: TorchGroup) -> None:
+    """Raises nothing if no rank has an error. ``lost``: this rank's only says that it lost another one."""
+    text = mine.what if isinstance(mine, NotInvariant) else f"the self-test ended with {type(mine).__name__}: {mine}"
+    told = group.exchange(json.dumps(None if mine is None or lost else text).encode())
+    if mine is not None and not lost and not isinstance(mine, NotInvariant):
+        raise mine
+    for rank, data in enumerate(told):
+        found = json.loads(data)
+        if found is not None:
+            raise NotInvariant(found, rank) from mine
+    if mine is not None:
+        raise mine
 
 
 # ---- one kernel at a time
@@ -181,13 +213,13 @@ def _query_tiles(model: Model) -> tuple[int, ...]:
 # ---- the whole model
 
 
-def _test_model(model: Model) -> str | None:
-    """The first difference under a few random schedules."""
+def _test_model(model: Model) -> None:
+    """A few random schedules. All of them, whatever the first ones show: a rank sees its own pages, and all add up."""
     random = np.random.default_rng(0)
     longest = min(_LONGEST, model.context)
+    found: list[str] = []
     for _ in range(_TRIALS):
         case = random_case(random, vocab=model.vocab_size, page_size=ROWS, longest=longest, sequences=3, batch=longest)
-        found = differences(model, case)
-        if found:
-            return f"the whole model in {_name(model)}: {found[0]}"
-    return None
+        found += differences(model, case)
+    if found:
+        raise NotInvariant(f"the whole model in {_name(model)}: {found[0]}")

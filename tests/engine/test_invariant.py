@@ -36,7 +36,7 @@ def case(seed: int, longest: int = 600) -> Case:
 
 
 def load(folder: Path, dtype: str = "float32", group: dist.ProcessGroup | None = None) -> Model:
-    return load_model(ModelConfig(source=str(folder), dtype=dtype), group)
+    return load_model(ModelConfig(source=str(folder), dtype=dtype), group, timeout_s=200.0)  # one rank waits for three
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -231,10 +231,49 @@ def by_gathering(parts: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return torch.equal(usual, gathered)
 
 
+@contextmanager
+def failing_kernel() -> Iterator[None]:
+    """The test of the kernels ends with an error that nobody expects."""
+    with patch.object(invariant, "_query_tiles", side_effect=ValueError("no such kernel")):
+        yield
+
+
+@contextmanager
+def failing_pass() -> Iterator[None]:
+    """The model runs out of memory in its second layer, when the others wait for its part of the sum."""
+    attend, calls = tiles.Attention.__call__, iter(range(10_000))
+
+    def failing(self: tiles.Attention, *args: Any) -> torch.Tensor:
+        if next(calls) == 1:
+            raise MemoryError("no more")
+        return attend(self, *args)
+
+    kernels = patch.object(invariant, "_query_tiles", lambda model: SIZES)
+    with kernels, patch.object(tiles.Attention, "__call__", failing):
+        yield
+
+
+def own_pages() -> Any:
+    """Only this rank's pages differ."""
+    return patch.object(invariant, "differences", lambda model, case: [*differences(model, case), "a page"])
+
+
+def failed(folder: Path, tp_group: dist.ProcessGroup, beside: dist.ProcessGroup | None, fault: Any) -> list[str]:
+    """What a rank raises if the group's rank 1 fails, and what was before it; the model is as it was."""
+    model = load(folder, "float32", tp_group)
+    with (fault() if dist.get_rank(tp_group) == 1 else nullcontext()), pytest.raises(Exception) as caught:
+        enable(model, beside)
+    assert model.query_tiles is None and not any("forward" in vars(module) for module in model.module.modules())
+    error = caught.value
+    text = f"of rank {error.failed_rank}, {error.what}" if isinstance(error, NotInvariant) else str(error)
+    return [type(error).__name__, text, type(error.__cause__).__name__]
+
+
 def ranks_case(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """All degrees in one start: groups of 2, 3 and 4 ranks, made by all in one order."""
     members = {2: [[0, 1], [2, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
     groups = {tp: [dist.new_group(ranks) for ranks in of_degree] for tp, of_degree in members.items()}
+    besides = [dist.new_group(ranks) for ranks in members[2]]
     seen: dict[str, Any] = {}
     for tp, of_degree in groups.items():
         mine = [group for group in of_degree if dist.get_rank(group) >= 0]
@@ -254,6 +293,11 @@ def ranks_case(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         with (queries() if dist.get_rank(mine[0]) == 1 else nullcontext()), pytest.raises(NotInvariant) as caught:
             enable(model)
         seen[f"{tp} refused by"] = caught.value.failed_rank, model.query_tiles
+        seen[f"{tp} kernel"] = failed(folder, mine[0], None, failing_kernel)
+        if tp == 3:
+            seen["3 pages"] = failed(folder, mine[0], None, own_pages)
+        if tp < 4:  # the last calls over these groups
+            seen[f"{tp} pass"] = failed(folder, mine[0], besides[rank // 2] if tp == 2 else None, failing_pass)
     return seen
 
 
@@ -267,4 +311,19 @@ def test_two_three_and_four_ranks(folders: Folders) -> None:
             assert seen.pop(f"{tp} ring") == (tp > 2), "two parts have one order only"
             assert seen.pop(f"{tp} gathered")
             assert seen.pop(f"{tp} refused by") == (1, None)
+            fails = rank == (3 if tp == 2 and rank > 1 else 1)
+            text = "of rank 1, the self-test ended with {}".format
+            assert seen.pop(f"{tp} kernel") == (["ValueError", "no such kernel", "NoneType"] if fails else
+                                                ["NotInvariant", text("ValueError: no such kernel"), "NoneType"])
+            if tp == 3:
+                assert seen.pop("3 pages")[1].startswith("of rank 1, the whole model in float32 on cpu")
+            if tp == 4:
+                continue
+            kind, said, before = seen.pop(f"{tp} pass")
+            if fails:
+                assert [kind, said] == ["MemoryError", "no more"]
+            elif tp == 2:  # what it noticed first was the broken connection, and not the deadline
+                assert [kind, said, before] == ["NotInvariant", text("MemoryError: no more"), "PeerLost"]
+            else:
+                assert kind == "PeerLost"
         assert not seen
