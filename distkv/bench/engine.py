@@ -12,7 +12,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -27,7 +28,7 @@ from distkv.engine.engine import Engine
 from distkv.engine.model import Model, load_model
 from distkv.engine.pool import KVPool
 from distkv.engine.requests import Prompt
-from distkv.errors import ConfigError, DistKVError, InputFileError
+from distkv.errors import ConfigError, DistKVError, InputFileError, NotInvariant
 
 __all__ = ["Cost", "main", "measure", "table"]
 
@@ -69,7 +70,7 @@ class Cost:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; 0, or 2 for a configuration, file or model that cannot be used."""
+    """Measures and prints; 0, 1 if this machine has no invariant mode, 2 for a file or model that cannot be used."""
     parser = argparse.ArgumentParser(prog="distkv bench engine", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("config", help="configuration file (YAML), with parallel.tp 1")
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         costs = measure(config, given.prompts, given.repeat)
     except DistKVError as error:
         print(f"distkv: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, NotInvariant) else 2
     print(f"{config.model.source}, {config.model.dtype}, {torch.get_num_threads()} thread(s), chunks of "
           f"{config.chunk_tokens} tokens, {given.repeat} time(s), load {os.getloadavg()[0]:.1f}\n")  # fmt: skip
     print(table(costs))
@@ -101,12 +102,24 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure(config: ServeConfig, prompts: Sequence[int], repeat: int) -> list[Cost]:
     """Both modes by turns, ``repeat`` times. Raises ``NotInvariant`` where the mode cannot be had."""
-    engines = {}
     pages = sum(-(-(n + _NEW + _STEPS) // config.cache.page_size) + 1 for n in prompts)
-    pool = replace(config.pool, pages=max(config.pool.pages or 0, 2 * pages))
-    for mode in MODES:
-        settings = replace(config, pool=pool, engine=replace(config.engine, batch_invariant=mode == "invariant"))
-        engines[mode] = Engine(settings, load_model(config.model))
+    with _engines(replace(config, pool=replace(config.pool, pages=max(config.pool.pages or 0, 2 * pages)))) as engines:
+        return _measured(engines, config, prompts, repeat)
+
+
+@contextmanager
+def _engines(config: ServeConfig) -> Iterator[dict[str, Engine]]:
+    """One of each mode, closed in the end."""
+    with ExitStack() as stack:
+        engines = {}
+        for mode in MODES:
+            settings = replace(config, engine=replace(config.engine, batch_invariant=mode == "invariant"))
+            engines[mode] = Engine(settings, load_model(config.model))
+            stack.callback(engines[mode].close)
+        yield engines
+
+
+def _measured(engines: dict[str, Engine], config: ServeConfig, prompts: Sequence[int], repeat: int) -> list[Cost]:
     costs = []
     for n in prompts:
         prefill = Cost(f"prefill of {n} tokens", n, rate=True)
@@ -119,8 +132,6 @@ def measure(config: ServeConfig, prompts: Sequence[int], repeat: int) -> list[Co
                 decode.seconds[mode].append(times[1])
                 hit.seconds[mode].append(_first_token(engine, n, turn))
         costs += [prefill, decode, hit]
-    for engine in engines.values():
-        engine.close()
     return costs
 
 
