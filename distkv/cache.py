@@ -257,13 +257,24 @@ class PrefixCache:
             raise InvariantError("pages are held although no ballot is in flight")
 
     def close(self) -> None:
-        """Aborts what waits and runs, on this rank only; every further step raises. The group is left as it is."""
+        """Aborts what waits and runs, on this rank only; every further step raises. The group is left as it is.
+
+        What cannot be given back after an error that ended the group stays, and is not raised: it would hide that one.
+        """
+        first: DistKVError | None = None
         for sequence in list(self._agreement.running.values()):
-            sequence.abort()
+            try:
+                if not sequence.ended:  # else an error met it half-way through its end
+                    sequence.abort()
+            except DistKVError as error:
+                first = first or error
         self._agreement.forget_waiting()
+        was_broken = self._broken is not None
         self._break(SequenceError("the cache was closed"))
         if self._group.cache is not None and self._group.cache() is self:
             self._group.cache = None
+        if first is not None and not was_broken:
+            raise first
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:

@@ -63,6 +63,8 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     ``InputFileError`` with file, line and what to change.
     """
     source = str(path)
+    if not source:
+        raise InputFileError("''", 0, "is no name of a file of messages")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -114,12 +114,12 @@ class Engine:
     def submit(self, prompt: Prompt) -> str:
         """Takes a request on rank 0; it is handed to all ranks at the next step. Returns its id.
 
-        Raises ``PromptError`` for a field of the wrong type and a prompt that the model cannot run, and
-        ``DuplicateRequest`` for an id in use. A request that would never fit into the smallest pool is taken, and ends
-        as ``refused`` with the error.
+        Raises ``PromptError`` for a field of the wrong type and a prompt that the model cannot run,
+        ``DuplicateRequest`` for an id in use, and ``DistKVError`` after the end of the engine. A request that would
+        never fit into the smallest pool is taken, and ends as ``refused`` with the error.
         """
         self._only_rank_0("submit")
-        self._not_broken()
+        self._check_open()
         prompt = checked_fields(prompt)
         name = prompt.id if prompt.id is not None else self._intake.new_name()
         if name in self._work.pending:
@@ -144,6 +144,7 @@ class Engine:
     def bump(self, weights_version: str) -> None:
         """New weights: what was cached under the old version is not used again. Rank 0; at the next step."""
         self._only_rank_0("bump")
+        self._check_open()
         if not isinstance(weights_version, str):
             raise MessageError(f"the weights' version must be a str, not {weights_version!r}")
         self._intake.say(weights_version=weights_version)
@@ -212,9 +213,7 @@ class Engine:
         is stored. The other ranks are told (see ``PrefixCache.guard``), and their steps raise an error that names this
         rank and its step, wherever they wait for it. Not so an exception of a prompt's ``on_token``: see there.
         """
-        if self.closed:
-            raise DistKVError("the engine was shut down")
-        self._not_broken()
+        self._check_open()
         # made and encoded before anything is taken off the queue, so that a message that cannot be sent loses nothing
         mine = self._intake.message(self.config.engine.max_running - len(self._work.news), self._cap)
         payload = mine.encode()
@@ -274,7 +273,9 @@ class Engine:
             return None
         return self.cache.peek(pending.chain) or None
 
-    def _not_broken(self) -> None:
+    def _check_open(self) -> None:
+        if self.closed:
+            raise DistKVError("the engine was shut down")
         if self._broken is not None:
             raise DistKVError(f"the engine is broken since an earlier step, and takes no more: {self._broken}")
 

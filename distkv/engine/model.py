@@ -144,7 +144,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the model folder {folder} has no tokenizer that can be read: {error}") from error
+        there = (folder / "tokenizer.json").is_file()
+        why = str(error).strip().splitlines()[0].rstrip(" :") if there else "there is no tokenizer.json"
+        raise ModelError(f"the model folder {folder} has no tokenizer that can be read: {why}") from error
 
 
 def _settings(folder: Path) -> Any:

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(layout: Layout) -> int:
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
-        conversations = read_conversations(given.messages) if given.messages else built_in()
+        conversations = read_conversations(given.messages) if given.messages is not None else built_in()
         with joined(config, layout) as ranks:
             return _run(config, conversations, ranks, own_file=given.messages is not None)
 

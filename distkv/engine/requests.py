@@ -138,7 +138,10 @@ def check_prompt(
         ids = np.asarray(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         raise PromptError(request_id, f"its prompt must be a list of token ids: {error}") from error
-    if ids.ndim != 1 or not len(ids):
+    if ids.ndim != 1:
+        what = f"an array of shape {list(ids.shape)}" if ids.ndim else repr(tokens)[:60]
+        raise PromptError(request_id, f"its prompt must be a flat list of token ids, not {what}")
+    if not len(ids):
         raise PromptError(request_id, "its prompt is empty; at least one token is needed")
     if ids.dtype.kind not in "iu":
         raise PromptError(request_id, f"its prompt must be token ids (whole numbers), not {ids.dtype}")

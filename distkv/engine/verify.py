@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(layout: Layout) -> int:
         # every rank reads both before any of them starts anything
         config = load(given.config, ServeConfig)
-        conversations = None if given.random else read_conversations(given.messages) if given.messages else built_in()
+        conversations = None if given.random else built_in()
+        if given.messages is not None:
+            conversations = read_conversations(given.messages)
         if layout.source == "alone" and config.parallel.tp > 1:
             return _start(config, sys.argv[1:] if arguments is None else arguments)
         with joined(config, layout) as ranks:

@@ -7,7 +7,17 @@ import inspect
 import numpy as np
 import pytest
 
-from distkv import DuplicateRequest, Message, NoRoom, Request, RequestError, RequestTooLarge, SequenceError
+from distkv import (
+    DuplicateRequest,
+    InvariantError,
+    Message,
+    NoRoom,
+    PeerFault,
+    Request,
+    RequestError,
+    RequestTooLarge,
+    SequenceError,
+)
 from tests.core.helpers import Kv, admit, prefill, request, serve, solo
 
 LONG = list(range(100, 140))
@@ -495,6 +505,26 @@ def test_ended_sequences_retire_in_order() -> None:
         cache.check()
         live.append(cache.stats().pages_live)
     assert live == [6, 6, 4, 4, 0, 0]
+
+
+def test_close_after_an_error_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence met an error half-way through its end; the books refuse the other one, too."""
+    cache = solo()
+    half, other = prefill(admit(cache, "half", range(5))), admit(cache, "other", range(5, 9))
+    planted = InvariantError("planted")
+
+    def release(_pages: object, _reserved: int) -> None:
+        raise planted
+
+    monkeypatch.setattr(cache._books, "release", release)
+    with pytest.raises(InvariantError) as caught, cache.guard("commit"):
+        half.finish()
+    assert caught.value is planted
+    cache.close()
+    with pytest.raises(PeerFault, match="planted"):
+        cache.step()
+    assert half.ended == "finished"
+    assert other.ended == "aborted"
 
 
 def test_close_gives_everything_back() -> None:

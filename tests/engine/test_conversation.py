@@ -68,6 +68,8 @@ def test_a_file_without_conversations_or_without_a_file(tmp_path: Path) -> None:
         read_conversations(tmp_path / "missing.jsonl")
     with pytest.raises(InputFileError, match=r": is a folder, not a file of messages$"):
         read_conversations(tmp_path)
+    with pytest.raises(InputFileError, match="is no name of a file"):
+        read_conversations("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputFileError, match=r"binary: is not UTF-8 text \(byte 0\)$"):
         read_conversations(tmp_path / "binary")

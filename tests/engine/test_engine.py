@@ -339,10 +339,25 @@ def test_a_field_of_the_wrong_type_is_named_at_once(engine: Engine, field: str, 
     assert engine.generate([Prompt(tokens=[5, 6], id="r1")])[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("tokens", [[[1], [2, 3]], ["a"], None, [None], 5])
-def test_tokens_of_the_wrong_type_are_a_prompt_error(engine: Engine, tokens: Any) -> None:
-    with pytest.raises(PromptError, match="prompt"):
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[1], [2, 3]], "a list of token ids: "), (["a"], "whole numbers"), (None, "not None"),
+        ([None], "whole numbers"), (5, "not 5"), ("abc", "not 'abc'"), ([[1]], r"not an array of shape \[1, 1\]"),
+    ],
+)  # fmt: skip
+def test_tokens_of_the_wrong_type_are_a_prompt_error(engine: Engine, tokens: Any, words: str) -> None:
+    with pytest.raises(PromptError, match=f"prompt must be .*{words}"):
         engine.submit(Prompt(tokens=tokens))
+
+
+@pytest.mark.parametrize("end", [Engine.shutdown, Engine.close])
+def test_nothing_is_taken_after_the_end(engine: Engine, end: Callable[[Engine], None]) -> None:
+    end(engine)
+    for call in (lambda: engine.submit(Prompt(tokens=[5, 6])), lambda: engine.bump("2"), engine.step):
+        with pytest.raises(DistKVError, match="was shut down"):
+            call()
+    assert not engine.busy
 
 
 def numpy_case(rank: int, world_size: int, folder: Path) -> list[tuple[int, ...]]:

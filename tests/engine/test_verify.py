@@ -203,6 +203,8 @@ def test_input_that_cannot_be_used_is_exit_code_2(folders: Folders, chatty: Path
     code, _, err = command(write(tmp_path / "c.yaml", chatty, pages=2), "--messages", file)
     assert code == 2
     assert re.search(r"request 'line 1, turn 1': cannot run: .*pages", err), err
+    code, _, err = command(config, "--messages", "")
+    assert (code, err) == (2, "distkv: '': is no name of a file of messages\n")
     code, _, err = command(tmp_path / "missing.yaml")
     assert code == 2
     assert "missing.yaml" in err
