@@ -151,10 +151,8 @@ def start(request: pytest.FixtureRequest, warm: WarmProcess, monkeypatch: pytest
 @pytest.fixture(autouse=True)
 def no_process_is_left(start: str):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    began = time.monotonic()
     yield
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert time.monotonic() - began < GENEROUS
 
 
 @pytest.mark.parametrize(("start", "world_size"), [("forked", 1), ("forked", 3), ("fresh", 2)], indirect=["start"])
@@ -345,7 +343,7 @@ def pid_file(rank: int, world_size: int, folder: str) -> None:
 def test_a_process_that_stays_after_its_target_returned_is_a_failure(
     start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distkv.testing.processes._LEAVE_S", 1.0)
+    monkeypatch.setattr("distkv.testing._outcome._LEAVE_S", 1.0)
     with pytest.raises(RanksFailed, match="its target had returned") as caught:
         run_ranks(return_but_stay, 2, backend=None)
     assert "sleep" in caught.value.outcomes[0].stacks or "Thread" in caught.value.outcomes[0].stacks
