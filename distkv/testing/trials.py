@@ -112,7 +112,8 @@ def run_trial(trial: Trial, folder: Path, forks: ForkServerContext | ForkContext
         for process in ranks:
             if process.is_alive():
                 process.kill()
-            process.join()
+            if process.pid is not None:  # the start of an earlier one may have failed
+                process.join()
         del store
 
 
