@@ -297,7 +297,8 @@ class PrefixCache:
 
     def _check_open(self) -> None:
         if self._broken is None and self._group.fault is not None:
-            self._break(self._group.fault.error(rank=self._group.rank))
+            error = self._group.fault.error(rank=self._group.rank)
+            self._break(self._group.explain(error) or error)
         if self._broken is not None:
             raise self._broken
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -50,17 +51,15 @@ def abort(process_group: dist.ProcessGroup) -> None:
     For a callback of :meth:`distkv.Group.on_fault`, from any thread. NCCL has an abort. In gloo that does nothing
     (torch 2.13); but a receive that passes its deadline breaks all connections of its group, so one is made to do so.
     """
-    if str(dist.get_backend(process_group)) != "gloo":
+    if process_group.name() != "gloo":
         process_group.abort()
         return
-    rank = dist.get_rank(process_group)
-    for peer in range(dist.get_world_size(process_group)):
-        if peer == rank:
+    for peer in range(process_group.size()):
+        if peer == process_group.rank():
             continue
         try:
-            work = dist.irecv(torch.zeros(1), group=process_group, group_src=peer, tag=_ABORT_TAG)
-            assert work is not None
-            work.wait(deadline(0.001))
+            # the group's own call: those of torch.distributed refuse a group that was destroyed, and its work goes on
+            process_group.recv([torch.zeros(1)], peer, _ABORT_TAG).wait(deadline(0.001))
         except RuntimeError:  # this is what it is for; or this connection was broken already
             logger.debug("aborted the connection to rank %d", peer, exc_info=True)
 
@@ -84,12 +83,37 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].split(". This is typically")[0]
 
 
+class _InFlight:
+    """The last collective that a group of ours has entered, and its end when nobody waits for it any more."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = process_group
+        self._work: dist.Work | None = None
+        self._lock = threading.Lock()
+
+    def enter(self, work: dist.Work | None) -> dist.Work:
+        assert work is not None
+        self._work = work
+        return work
+
+    def give_up(self) -> None:
+        """Aborts the process group if the collective is not done: the process could not end before the others come."""
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None and not work.is_completed():
+                abort(self._group)
+
+
 class TorchGroup(Group):
     """The ranks of one torch.distributed process group.
 
     The process group is the caller's: it is used for one all-reduce per step and one exchange at start, never
     destroyed and never reconfigured. The caller makes sub-groups in one global order on all ranks, and issues its
     own collectives on the same group in an order that all ranks share. With NCCL the vector lives on ``device``.
+
+    After an error that ends the group the process group cannot be used any more: a collective that nobody will wait
+    for is aborted (see :func:`abort`), then or at the latest by :meth:`close` or the end of the process, because torch
+    would let the process end only when the ranks that are missing come or are gone.
 
     The first :meth:`exchange` after the cache configured the group starts a watchdog (:mod:`distkv.watchdog`), over the
     process group's own store or one that is given; :meth:`close`, or the end of the process, ends it.
@@ -114,7 +138,9 @@ class TorchGroup(Group):
         self._store = store
         self._beat_s: float | None = None
         self._watchdog: Watchdog | None = None
+        self._in_flight = _InFlight(self._group)
         self._close: weakref.finalize[[], TorchGroup] | None = None
+        weakref.finalize(self, self._in_flight.give_up)  # also at the end of the process
 
     def configure(self, config: GroupConfig) -> None:
         if config.transport not in ("auto", self.backend):
@@ -163,9 +189,7 @@ class TorchGroup(Group):
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mine = tensor.to(self.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
-        assert work is not None
-        self._wait_for(work)
+        self._wait_for(self._in_flight.enter(dist.all_gather(rows, mine, group=self._group, async_op=True)))
         return rows
 
     def start(self, vector: Vector, step: int) -> Ticket:
@@ -174,8 +198,7 @@ class TorchGroup(Group):
             return Known(vector)
         tensor = torch.from_numpy(vector).to(self.device)
         with named_failures("the ballot", self.timeout_s, rank=self.rank, step=step):
-            work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
-        assert work is not None
+            work = self._in_flight.enter(dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True))
         return _TorchTicket(self, tensor, work, step)
 
     def _wait_for(self, work: dist.Work) -> None:
@@ -209,11 +232,17 @@ class TorchGroup(Group):
     # ---- faults
 
     def report(self, fault: Fault) -> Fault:
-        if self._watchdog is None:
-            return super().report(fault)
-        return self._watchdog.report(fault)
+        first = super().report(fault) if self._watchdog is None else self._watchdog.report(fault)
+        self._in_flight.give_up()
+        return first
 
     def explain(self, error: BaseException) -> GroupError | None:
+        cause = self._cause(error)
+        if cause is not None:
+            self._in_flight.give_up()  # only now: a connection that breaks tells the others less than the watchdog
+        return cause
+
+    def _cause(self, error: BaseException) -> GroupError | None:
         # what the callbacks aborted is not always to be told by its text
         aborted = self.board.fault is not None and isinstance(error, RuntimeError)
         if not aborted and not transport_failed(error):
@@ -231,6 +260,7 @@ class TorchGroup(Group):
     def close(self) -> None:
         if self._close is not None:
             self._close()
+        self._in_flight.give_up()
 
 
 class _TorchTicket(Ticket):
