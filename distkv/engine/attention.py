@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from distkv.engine.grouped import attend
 from distkv.engine.pool import KVPool
 from distkv.engine.tiles import Attention
 from distkv.errors import ModelError
@@ -85,19 +85,6 @@ def _mask(start: int, n: int, dtype: torch.dtype, device: torch.device) -> torch
     return torch.zeros(n, start + n, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, scale: float) -> torch.Tensor:
-    """Attention of ``[n, heads, d]`` over ``[tokens, kv_heads, d]``: the group's heads share K and V without a copy."""
-    n, heads, d = query.shape
-    tokens, kv_heads, _ = keys.shape
-    group = heads // kv_heads
-    q = query.view(n, kv_heads, group, d).permute(1, 2, 0, 3)
-    k = keys.permute(1, 0, 2).unsqueeze(1).expand(kv_heads, group, tokens, d)
-    v = values.permute(1, 0, 2).unsqueeze(1).expand(kv_heads, group, tokens, d)
-    causal = span.start == 0 and span.n > 1
-    out = scaled_dot_product_attention(q, k, v, attn_mask=span.mask, is_causal=causal, scale=scale)
-    return out.permute(2, 0, 1, 3).reshape(n, heads, d)
-
-
 def paged_attention(
     module: Any,
     query: torch.Tensor,
@@ -143,7 +130,8 @@ def paged_attention(
             out[rows] = distkv.tiled(q[rows], keys, values, span.start, scale)
             continue
         keys, values = distkv.pool.gather(layer, span.pages, tokens)
-        out[rows] = _attend(q[rows], keys, values, span, scale)
+        causal = span.start == 0 and span.n > 1
+        out[rows] = attend(q[rows], keys, values, scale, mask=span.mask, causal=causal)
     distkv.calls += 1
     return out.unsqueeze(0), None
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import linear, pad
+
+from distkv.engine.grouped import attend
 
 __all__ = ["KEYS", "ROWS", "SIZES", "Attention", "Rows", "cut", "padded_keys", "padded_queries", "padded_rows"]
 
@@ -108,7 +110,7 @@ class Attention:
         for a, b in cut(rows, self.sizes):
             visible = padded_keys(start + min(b, n))
             mask = self._mask(start + a, b - a, visible, query)
-            out.append(_attend(query[a:b], keys[:visible], values[:visible], mask, scale))
+            out.append(attend(query[a:b], keys[:visible], values[:visible], scale, mask=mask))
         return (out[0] if len(out) == 1 else torch.cat(out))[:n]
 
     def _mask(self, first: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
@@ -119,16 +121,3 @@ class Attention:
             found = torch.zeros(rows, keys, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
             self.masks[first, rows, keys] = found
         return found
-
-
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    rows, heads, d = query.shape
-    tokens, kv_heads, _ = keys.shape
-    group = heads // kv_heads
-    q = query.reshape(rows, kv_heads, group, d).permute(1, 2, 0, 3)
-    k = keys.permute(1, 0, 2).unsqueeze(1).expand(kv_heads, group, tokens, d)
-    v = values.permute(1, 0, 2).unsqueeze(1).expand(kv_heads, group, tokens, d)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return out.permute(2, 0, 1, 3).reshape(rows, heads, d)
