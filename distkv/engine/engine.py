@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ class Engine:
             self._intake.ended,
         )  # fmt: skip
         self._overlap = config.engine.overlap
-        self._forget_faults = _abort_on_fault(cache_group, {model.tp_group, handoff_group})
+        self._abort_waits = _aborting({model.tp_group, handoff_group})
+        self._forget_faults = cache_group.on_fault(self._abort_waits) if cache_group is not None else lambda: None
 
     @property
     def recording(self) -> Recording | None:
@@ -228,6 +230,7 @@ class Engine:
             self._turn(news)
         except BaseException as error:
             named = self.cache.fail(error, "step")
+            self._abort_waits(None)  # the process can end only when nothing of it waits, and the watchdog may come too late
             self._broken = f"step {self.steps} raised {type(named).__name__}: {named}"
             if named is error:
                 raise
@@ -292,12 +295,15 @@ def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:
     )  # fmt: skip
 
 
-def _abort_on_fault(cache_group: Group | None, waits: set[dist.ProcessGroup | None]) -> Callable[[], None]:
-    """After a fault nobody has to wait in these groups for a rank that does not come; returns what takes it back."""
+def _aborting(groups: set[dist.ProcessGroup | None]) -> Callable[[Fault | None], None]:
+    """What aborts these groups, each once: nobody has to wait in them for a rank that does not come. For any thread."""
+    lock = threading.Lock()
 
-    def abort_all(_: Fault) -> None:
-        for group in waits:
-            if group is not None:
-                abort(group)
+    def abort_all(_: Fault | None) -> None:
+        with lock:
+            while groups:
+                group = groups.pop()
+                if group is not None:
+                    abort(group)
 
-    return cache_group.on_fault(abort_all) if cache_group is not None else lambda: None
+    return abort_all

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -81,8 +82,18 @@ class Report:
 
 
 def main(rank: int, trial: Trial, folder: Path, port: int) -> None:
-    """Joins, answers requests until the fault, and leaves ``<rank>.json``, a :class:`Report`."""
+    """Joins, answers requests until the fault, leaves ``<rank>.json``, a :class:`Report`, and ends as programs end.
+
+    Does not return: multiprocessing would end the process with os._exit, and what waits in it for other ranks unseen.
+    """
     die_with(os.getppid())
+    _answer(rank, trial, folder, port)  # in a frame of its own, so that nothing holds on to its groups
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.pythonapi.Py_Exit(0)  # what sys.exit comes to: atexit, the modules and C's destructors
+
+
+def _answer(rank: int, trial: Trial, folder: Path, port: int) -> None:
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT), 2)  # torch's warnings, and tracebacks
     store = dist.TCPStore("127.0.0.1", port, is_master=trial.store_on_rank_0 and rank == 0, wait_for_workers=False,
                           timeout=timedelta(seconds=_JOIN_S))  # fmt: skip
