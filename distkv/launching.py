@@ -42,6 +42,8 @@ MASTER_ADDR      name or address of host 0, the same on every host; an IPv6 addr
 MASTER_PORT      a port of host 0 that is free, the same on every host
 JOIN_S           seconds within which all hosts have to come (300)
 OMP_NUM_THREADS  threads per process; default: the cores of this host over the processes on it
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+                 seconds from SIGTERM to SIGKILL for the other processes after one has failed (5)
 
 With NNODES above 1, NODE_RANK, MASTER_ADDR and MASTER_PORT must be set on each host, and the same command is given on
 each. The package, the configuration and the model must be the same there. GLOO_SOCKET_IFNAME is set to the interface
@@ -50,6 +52,7 @@ that leads to host 0, unless it is set already.
 
 _MEETING_SLACK_S = 10.0  # for torch to say itself that its deadline has passed
 _INTERRUPT_S = 3.0  # for torchrun to end
+_SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for a rank that is stopped when another one has failed (torch: 30)
 
 # SIGINT becomes SIGTERM here (see take_interrupts); this remembers what it was.
 _interrupted = threading.Event()
@@ -117,9 +120,10 @@ class Hosts:
         ]  # fmt: skip
 
     def defaults(self) -> dict[str, str]:
-        """Environment of the ranks, for what is not set there: threads, and the interface that gloo uses."""
+        """Environment of the ranks and of torchrun, for what is not set there: threads, deadlines, gloo's interface."""
         found = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.processes)),
-                 "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
+                 "OMP_WAIT_POLICY": "PASSIVE",
+                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_S)}  # fmt: skip
         # Left to itself gloo takes the address that the host's name resolves to, which may be none or the loopback.
         interface = towards(self.addr if self.addr is not None else "127.0.0.1")
         return found | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from distkv._text import counted
+from distkv.config import GroupConfig
 from distkv.engine import mpi_launch
-from distkv.errors import ConfigError, DistKVError, GroupTimeout, PeerLost
+from distkv.errors import ConfigError, DistKVError, GroupError, GroupTimeout, PeerLost
 from distkv.group import Group
 from distkv.layout import Layout, ranks_on_host
 from distkv.torch_group import TorchGroup, deadline, named_failures
@@ -125,10 +126,13 @@ def launched(
     device: str = "auto",
     transport: str = "auto",
     idle_timeout_s: float = 600.0,
+    heartbeat_s: float | None = None,
     start_s: float = START_S,
 ) -> Iterator[Ranks]:
     """Joins the processes that torchrun or mpirun started; the ranks leave together.
 
+    The cache's group has its watchdog from here on (``timeout_s`` and ``heartbeat_s`` are ``group``'s), so that a rank
+    that stops while the model is loaded is noticed.
     Raises ConfigError if their number is not ``tp``, or if the device or transport asked for is not there; GroupTimeout
     or PeerLost if a rank does not join (``start_s``, see :func:`make_groups`) or does not leave (``timeout_s``).
     A process group that somebody else has initialised is used and neither reconfigured nor destroyed. After an error
@@ -155,6 +159,8 @@ def launched(
     groups = make_groups(tp, timeout_s, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
                          start_s=start_s)  # fmt: skip
     try:
+        groups[2].configure(GroupConfig(timeout_s=timeout_s, heartbeat_s=heartbeat_s))
+        groups[2].exchange(b"")  # which starts it
         yield Ranks(rank, size, chosen, *groups)
     finally:
         groups[2].close()  # nobody watches a rank that leaves; the exchange below has a deadline of its own
@@ -168,7 +174,8 @@ def launched(
 def on_all_ranks(ranks: Ranks, timeout_s: float, make: Callable[[], T]) -> T:
     """``make()``, which every rank calls. If it fails on one, all raise :class:`StartFailed` with everybody's error.
 
-    Raises GroupTimeout or PeerLost for a rank that has not come to an end ``timeout_s`` after this one.
+    Raises GroupTimeout or PeerLost for a rank that has not come to an end ``timeout_s`` after this one, and what the
+    cache's group says if that has a fault meanwhile: a rank that is slow is no fault, one that is gone or stopped is.
     """
     made: list[T] = []
     mine: str | None = None
@@ -180,8 +187,14 @@ def on_all_ranks(ranks: Ranks, timeout_s: float, make: Callable[[], T]) -> T:
         logger.debug("this rank could not start", exc_info=True)
         mine = str(error) if isinstance(error, DistKVError) else f"{type(error).__name__}: {error}"
     errors = [mine]
-    if ranks.handoff_group is not None:
-        told = TorchGroup(ranks.handoff_group, timeout_s=timeout_s).exchange(json.dumps(mine).encode())
+    if ranks.handoff_group is not None and ranks.cache_group is not None:
+        handoff = TorchGroup(ranks.handoff_group, timeout_s=timeout_s)
+        handoff.board = ranks.cache_group.board  # what ends one ends both
+        try:
+            told = handoff.exchange(json.dumps(mine).encode(), purpose="the start")
+        except GroupError as error:
+            handoff.close()
+            raise ranks.cache_group.explain(error) or error from error
         errors = [json.loads(data) for data in told]
     if any(error is not None for error in errors):
         raise StartFailed(errors)

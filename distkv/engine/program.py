@@ -1,6 +1,7 @@
 """What a program that every rank runs has around its work: joining the others, one line for an error, an exit code.
 
-The codes are those of the command line: 0 it holds, 1 it does not, 2 unusable input, 130 interrupted.
+The codes are those of the command line: 0 it holds, 1 it does not, 2 unusable input, 130 interrupted, 141 nobody reads
+the output.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from distkv import _streams
 from distkv.engine.config import ServeConfig
 from distkv.engine.launch import Ranks, launched
 from distkv.engine.report import quiet
@@ -34,7 +36,9 @@ def exit_code(work: Callable[[Layout], int], *, worded: Callable[[str], str] = s
     layout = Layout()
     try:
         layout = Layout.from_environment()
-        return work(layout)
+        code = work(layout)
+        _streams.flush()
+        return code
     except (ConfigError, InputFileError) as error:
         if layout.local_rank == 0:
             _say(f"distkv: {error}")
@@ -45,6 +49,11 @@ def exit_code(work: Callable[[Layout], int], *, worded: Callable[[str], str] = s
     except KeyboardInterrupt:
         _say("distkv: interrupted")
         return 130
+    except OSError as error:
+        lost = _streams.lost(error)
+        if lost is None:
+            raise
+        return lost
 
 
 @contextmanager
@@ -56,6 +65,7 @@ def joined(config: ServeConfig, layout: Layout) -> Iterator[Ranks]:
     with launched(
         layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
         transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
+        heartbeat_s=config.group.heartbeat_s,
     ) as ranks:  # fmt: skip
         yield ranks
 
@@ -67,13 +77,17 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         code = main()
     except Exception:  # logged for the user; the launcher ends the other ranks
         logger.exception("this rank failed")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        _streams.flush()
+        sys.stderr.flush()
+    except OSError as error:
+        code = code or _streams.lost(error) or 1
     if dist.is_initialized():
         os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
     sys.exit(code)
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody reads it
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
