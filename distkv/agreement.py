@@ -116,7 +116,7 @@ class Agreement:
             ended = self.books.retiring_sequences
             raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}"
                          + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
-        sequence.grow(pages)
+        sequence._grow(pages)
         self._leftover -= pages
 
     # ---- the step

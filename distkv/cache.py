@@ -22,7 +22,7 @@ from distkv.lockstep import Lockstep
 from distkv.request import Message, Request, StepResult
 from distkv.sequence import Sequence
 from distkv.start import agree_at_start, check_arguments
-from distkv.stats import Stats
+from distkv.stats import Stats, stats_of
 from distkv.table_buffers import TableBuffers
 from distkv.tables import Tables, build
 
@@ -248,7 +248,7 @@ class PrefixCache:
 
     def stats(self) -> Stats:
         """Counters and page states of this rank, at this moment."""
-        return Stats.of(self._books, self._agreement.counters, self._agreement.reasons)
+        return stats_of(self._books, self._agreement.counters, self._agreement.reasons)
 
     def check(self) -> None:
         """Recounts every invariant from scratch; O(pages). Raises InvariantError."""

@@ -204,7 +204,7 @@ class Sequence:
         self._books.note(Call.ABORT, self._tag)
         self._end("aborted")
 
-    def grow(self, pages: int) -> None:
+    def _grow(self, pages: int) -> None:
         """Reserves ``pages`` more. For :meth:`distkv.PrefixCache.grow` alone, which knows the agreed leftover."""
         self._must_run("grow", pages)
         self._pages = np.concatenate([self._pages, np.empty(pages, np.int32)])

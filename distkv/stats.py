@@ -80,17 +80,17 @@ class Stats:
     reasons: Mapping[str, int]
     """Admitted requests by why their match was not longer, see :class:`distkv.Reason`."""
 
-    @classmethod
-    def of(cls, books: Books, counters: Counters, reasons: Mapping[Reason, int]) -> Stats:
-        """The state of these books now. O(pages)."""
-        pool, index = books.pool, books.index
-        return cls(
-            steps=counters.steps, collectives=counters.collectives, requests=counters.requests,
-            refused=counters.refused, peer_failures=counters.peer_failures, prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens, pages_total=pool.total, pages_usable=pool.usable,
-            pages_free=pool.free, pages_cached=int(np.count_nonzero(pool.cached())),
-            pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_retiring=books.retiring,
-            pages_reserved=books.reserved,
-            entries=len(index), stored=index.stored, evicted=index.evicted, cascades=index.cascades,
-            collisions=index.collisions, epoch=books.epoch, reasons={str(r): n for r, n in reasons.items()},
-        )
+
+def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) -> Stats:
+    """The state of these books now. O(pages)."""
+    pool, index = books.pool, books.index
+    return Stats(
+        steps=counters.steps, collectives=counters.collectives, requests=counters.requests,
+        refused=counters.refused, peer_failures=counters.peer_failures, prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens, pages_total=pool.total, pages_usable=pool.usable,
+        pages_free=pool.free, pages_cached=int(np.count_nonzero(pool.cached())),
+        pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_retiring=books.retiring,
+        pages_reserved=books.reserved,
+        entries=len(index), stored=index.stored, evicted=index.evicted, cascades=index.cascades,
+        collisions=index.collisions, epoch=books.epoch, reasons={str(r): n for r, n in reasons.items()},
+    )

@@ -108,7 +108,7 @@ def agreed_leftover() -> Iterator[None]:
     def grow(self: Agreement, sequence: Any, pages: int) -> None:
         if pages > self.books.room:
             raise NoRoom(pages - self.books.room, "its own room")
-        sequence.grow(pages)
+        sequence._grow(pages)
 
     with _patched(Agreement, "grow", grow):
         yield
