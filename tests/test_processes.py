@@ -306,9 +306,14 @@ def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(start_children, 2, (str(tmp_path), "sleep"), backend=None, timeout_s=GENEROUS)
+    # a shell starts what runs in its background with interrupts ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(start_children, 2, (str(tmp_path), "sleep"), backend=None, timeout_s=GENEROUS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert alive(tmp_path) == []
 
 
