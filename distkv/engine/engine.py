@@ -230,7 +230,7 @@ class Engine:
             self._turn(news)
         except BaseException as error:
             named = self.cache.fail(error, "step")
-            self._abort_waits(None)  # the process can end only when nothing of it waits, and the watchdog may come too late
+            self._abort_waits(None)  # the process ends only when nothing of it waits; the watchdog may be too late
             self._broken = f"step {self.steps} raised {type(named).__name__}: {named}"
             if named is error:
                 raise

@@ -30,7 +30,7 @@ from distkv.engine.requests import Prompt
 from distkv.errors import GroupError
 from distkv.sequence import Sequence
 
-__all__ = ["HARMLESS", "LAYERS", "VOCAB", "Kind", "Planted", "Report", "Trial", "main"]
+__all__ = ["HARMLESS", "LAYERS", "OTHERS_ENDED", "VOCAB", "Kind", "Planted", "Report", "Trial", "main"]
 
 Kind = Literal["kill", "stop", "forward", "commit", "pause", "gil"]
 Place = Literal["layer", "commit", "between"]
@@ -43,6 +43,9 @@ LAYERS = 2
 _JOIN_S = 120.0
 _STEPS_AFTER = 20  # of a pause, which is no fault
 _PAGE = 16
+_OUTLIVE_S = 30.0
+OTHERS_ENDED = "others ended"
+"""A file in a trial's folder, for the rank that failed: the processes of the others have ended, or had their time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,10 @@ def _answer(rank: int, trial: Trial, folder: Path, port: int) -> None:
         named=isinstance(error, GroupError), failed_rank=getattr(error, "failed_rank", None), at=at, threads=left,
     )  # fmt: skip
     (folder / f"{rank}.json").write_text(json.dumps(asdict(report)))
+    if rank == trial.victim and trial.kind not in HARMLESS:  # it lives on: the others have to end without its end
+        end = at + trial.timeout_s + _OUTLIVE_S
+        while not (folder / OTHERS_ENDED).exists() and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 def _serve(rank: int, trial: Trial, folder: Path, groups: tuple[Any, Any, Any]) -> None:

@@ -2,7 +2,8 @@
 
 In each trial an engine answers requests on several ranks, and on a random rank, in a random step, the process is killed
 (kill -9) or stopped (SIGSTOP), or the forward pass or commit raises. Every other rank has to end with a named error
-within the deadline + 2 s, and its process has to end by itself. Two more kinds are no faults, and the group has to go
+within the deadline + 2 s, and its process has to end by itself, while that of the rank that was stopped or raised is
+still there. Two more kinds are no faults, and the group has to go
 on: a process that is stopped for half of the deadline (pause), or holds Python's lock for so long (gil). About half of
 the trials have the group's store on rank 0, the others outside of the ranks, as with torchrun. Prints a table; exit
 code 1 if a trial went wrong, and which.
@@ -32,7 +33,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from distkv.testing._trial_rank import HARMLESS, LAYERS, VOCAB, Kind, Report, Trial
+from distkv.testing._trial_rank import HARMLESS, LAYERS, OTHERS_ENDED, VOCAB, Kind, Report, Trial
 from distkv.testing._trial_rank import main as rank_main
 
 __all__ = ["Result", "main", "random_model", "random_trial", "run_trial"]
@@ -51,7 +52,7 @@ class Result:
     reports: list[Report]
     slowest_s: float
     exit_s: float
-    """How long after the fault the last process had ended."""
+    """How long after the fault the last process of another rank had ended."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -133,9 +134,11 @@ def _judge(trial: Trial, place: Path, ranks: Sequence[BaseProcess]) -> Result:
     if trial.kind == "pause":
         time.sleep(trial.timeout_s / 2)
         os.kill(ranks[trial.victim].pid or 0, signal.SIGCONT)
-    for process in others:
-        process.join(max(0.0, at + limit + _EXIT_S - time.monotonic()))
+    last = at + limit + _EXIT_S
+    _join([process for rank, process in enumerate(ranks) if rank != trial.victim], last)
     exit_s = time.monotonic() - at
+    (place / OTHERS_ENDED).touch()
+    _join(others, max(last, time.monotonic() + _EXIT_S))
     problems = []
     reports = []
     for rank, process in enumerate(ranks):
@@ -152,6 +155,11 @@ def _judge(trial: Trial, place: Path, ranks: Sequence[BaseProcess]) -> Result:
                 reports.append(report)
             problems += _wrong(trial, report, at)
     return Result(trial, reports, max((r.at for r in reports), default=at) - at, exit_s, problems)
+
+
+def _join(processes: Sequence[BaseProcess], until: float) -> None:
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
 
 
 def _wrong(trial: Trial, report: Report, at: float) -> list[str]:
