@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -83,16 +84,31 @@ def refused() -> str:
     return "taken"
 
 
+def unmet(layout: Layout) -> dict[str, str]:
+    """What all ranks raise if rank 0 cannot listen, and if MASTER_ADDR leads elsewhere, as it matters on two hosts."""
+    on_two_hosts = patch.object(mpi_launch, "ranks_on_host", lambda size: 1)
+    no_port = patch.object(dist, "TCPStore", side_effect=dist.DistNetworkError("no port is free"))
+    found = {}
+    for name, wrong in (("listen", no_port), ("address", on_two_hosts)):
+        try:
+            with wrong:
+                mpi_launch.meet(layout.rank, layout.world_size, 60.0)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
 def mpi_vector(rank: int) -> Any:
     return np.array([rank + 5, 9 - rank], np.int64)
 
 
 def main() -> None:
     layout = Layout.from_environment()
+    not_met = unmet(layout)
     with launched(layout, 2, 60.0, device="cpu", transport="mpi") as ranks:
         assert isinstance(ranks.cache_group, MpiGroup)
         found = {"layout": vars(layout), **both(ranks), "late": late(ranks), "faulty": faulty(ranks),
-                 "refused": refused(), "sum": int(sum_of(ranks)),
+                 "refused": refused(), "unmet": not_met, "sum": int(sum_of(ranks)),
                  "bench": measure_group(MpiGroup(timeout_s=60.0), [7, 300], 5)}
         Path(sys.argv[1], f"{ranks.rank}.json").write_text(json.dumps(found))
 

@@ -25,7 +25,8 @@ needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None or Machine().mpirun()
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("mpi")
     program = str(Machine().mpirun())
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+           "MASTER_ADDR": "elsewhere.invalid"}  # exported for another program
     done = subprocess.run(
         [program, *bench.launcher_options(program), "-n", "2", sys.executable, "-W", "error", "-m", "tests.mpi_case",
          str(out)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
@@ -73,6 +74,14 @@ def test_gloo_meets_through_mpi_and_the_benchmark_measures(results: list[dict[st
         for measured in (*times["minima"].values(), times["step"]):
             assert len(measured["total"]) == 5
             assert [a + b for a, b in zip(measured["issue"], measured["wait"], strict=True)] == measured["total"]
+
+
+@needs_mpi
+def test_a_meeting_that_fails_on_rank_0_is_named_on_all_ranks(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        listen, address = rank["unmet"]["listen"], rank["unmet"]["address"]
+        assert listen.startswith("rank 0 cannot open a store") and listen.endswith("no port is free")
+        assert address.startswith("MASTER_ADDR: is elsewhere.invalid, but rank 0 is on ")
 
 
 @needs_mpi

@@ -21,34 +21,55 @@ from distkv.torch_group import deadline, named_failures
 
 __all__ = ["cache_group", "finalize", "meet"]
 
+_MEETING = "the meeting of the ranks over MPI"
+_PROBE_S = 10.0  # for rank 0 to reach itself
+
 _ours: list[Any] = []  # the MPI module, if this process initialised it here
 
 
 def meet(rank: int, size: int, seconds: float) -> dist.Store:
     """The store that rank 0 opens and the others connect to; for ``init_process_group``.
 
-    Rank 0 listens before it says where, so no port is guessed; MASTER_ADDR, if it is set, is the name that it gives.
-    Raises ConfigError without MPI or if mpirun and MPI are of two kinds, GroupTimeout if a rank does not come.
+    Rank 0 listens before it says where, so no port is guessed. On one host that is the loopback, whatever MASTER_ADDR
+    says: it may be exported for another program. On several it is MASTER_ADDR if that is set, else rank 0's host name.
+    Raises ConfigError on all ranks if rank 0 cannot listen or MASTER_ADDR does not lead to it, or on the rank that has
+    no MPI or one of another kind than mpirun's; GroupTimeout if a rank does not come.
     """
     world = MpiGroup(_mpi_of_ours().COMM_WORLD, timeout_s=seconds)
     if (world.rank, world.size) != (rank, size):
         raise ConfigError("", f"mpirun says that this is rank {rank} of {size}, and mpi4py rank {world.rank} of "
                               f"{world.size}: they are of two MPI libraries; use the mpirun of mpi4py's")  # fmt: skip
-    server: dist.Store | None = None
-    where = b""
-    on_one_host = ranks_on_host(size) == size
+    hosts = set(world.exchange(socket.gethostname().encode(), purpose=_MEETING))
+    on_one_host = len(hosts) == 1 and ranks_on_host(size) == size
     if on_one_host and "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
-    if rank == 0:
-        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if on_one_host else socket.gethostname())
-        opened = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=deadline(seconds))
-        where, server = json.dumps([address, opened.port]).encode(), opened
-    told = world.exchange(where, purpose="the meeting of the ranks over MPI")
+    server, answer = _listen(size, seconds, on_one_host=on_one_host) if rank == 0 else (None, {})
+    told = json.loads(world.exchange(json.dumps(answer).encode(), purpose=_MEETING)[0])
+    if "problem" in told:
+        raise ConfigError(told["path"], told["problem"])
     if server is not None:
         return server
-    address, port = json.loads(told[0])
+    address, port = told["address"], told["port"]
     with named_failures(f"connecting to rank 0 at {address}, port {port}", seconds, rank=rank):
         return dist.TCPStore(address, port, size, is_master=False, timeout=deadline(seconds))
+
+
+def _listen(size: int, seconds: float, *, on_one_host: bool) -> tuple[dist.Store | None, dict[str, Any]]:
+    """Rank 0's store, which listens on all interfaces, and what the others are told: where, or the problem."""
+    host = socket.gethostname()
+    try:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=deadline(seconds))
+    except RuntimeError as error:  # told to all ranks
+        return None, {"path": "", "problem": f"rank 0 cannot open a store for the ranks on {host}: {error}"}
+    wanted = os.environ.get("MASTER_ADDR")
+    if on_one_host or not wanted:
+        return store, {"address": "127.0.0.1" if on_one_host else host, "port": store.port}
+    try:
+        socket.create_connection((wanted, store.port), min(seconds, _PROBE_S)).close()
+    except OSError as error:  # told to all ranks
+        return None, {"path": "MASTER_ADDR", "problem": f"is {wanted}, but rank 0 is on {host} and cannot be reached "
+                      f"there ({error}); set it to a name or an address of that host, or unset it"}  # fmt: skip
+    return store, {"address": wanted, "port": store.port}
 
 
 def cache_group(first: int, tp: int, timeout_s: float, beside: dist.ProcessGroup | None) -> MpiGroup:
