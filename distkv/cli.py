@@ -2,7 +2,7 @@
 
 Each command is a module with ``main(arguments) -> exit code`` and a parser of its own, imported when it is asked for:
 ``distkv plan`` does not load an engine. Exit codes are the same for all: 0 it holds, 1 it does not, 2 the command, the
-configuration or a file cannot be used, 130 interrupted.
+configuration or a file cannot be used (or the output not written), 130 interrupted, 141 nobody reads the output.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from distkv import _streams
 from distkv.errors import ConfigError, DistKVError, InputFileError
 
 __all__ = ["main"]
@@ -36,6 +37,19 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            _streams.flush()
+    except OSError as error:
+        code = _streams.lost(error)
+        if code is None:
+            raise
+        return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         print(_help())

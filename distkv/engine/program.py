@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -88,6 +88,8 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody reads it
+    try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+    except OSError as error:  # the exit code says the same
+        _streams.lost(error)

@@ -96,7 +96,7 @@ def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *
             engine.follow()
             if engine.failed:  # rank 0 has said why
                 return 1
-        return _check_and_report(engine, ranks, rows, out, own_file=own_file)
+        return out.exit_code(_check_and_report(engine, ranks, rows, out, own_file=own_file))
     finally:
         engine.close()
 

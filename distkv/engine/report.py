@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
+from distkv import _streams
 from distkv._text import counted
 from distkv.engine.compare import GateReport
 from distkv.engine.requests import Completion
+from distkv.errors import DistKVError
 
 __all__ = [
     "Output",
+    "OutputLost",
     "Refusal",
     "Turn",
     "errors_by_rank",
@@ -56,18 +59,37 @@ class Refusal:
     reason: str
 
 
+class OutputLost(DistKVError):
+    """What the program prints goes nowhere. ``code`` is its exit code; the user was told, if somebody listens."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        super().__init__("the output cannot be written")
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """Log lines as a part of the output: for one that cannot be written there is no traceback, see :class:`Output`."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class Output:
-    """Lines for whoever waits, from rank 0 alone, at once, with the time since the start."""
+    """Lines for whoever waits, from rank 0 alone, at once, with the time since the start.
+
+    No line raises for what it is written to: the other ranks may be waiting for this one. ``check`` does, where they
+    can be told, and ``exit_code`` says it at the end.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._began = time.monotonic()
+        self._lost: OutputLost | None = None
 
     def line(self, text: str = "") -> None:
         """Prints one line."""
-        if self._rank == 0:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+        self._write(sys.stdout, text)
 
     def phase(self, text: str) -> None:
         """Prints what begins now."""
@@ -75,14 +97,31 @@ class Output:
 
     def error(self, text: str) -> None:
         """Prints one line where errors go."""
-        if self._rank == 0:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+        self._write(sys.stderr, text)
+
+    def check(self) -> None:
+        """Raises ``OutputLost`` if a line could not be written."""
+        if self._lost is not None:
+            raise self._lost
+
+    def exit_code(self, code: int) -> int:
+        """``code``, or that of output that went nowhere."""
+        return self._lost.code if self._lost is not None else code
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        if self._rank:
+            return
+        try:
+            stream.write(text + "\n")
+            stream.flush()
+        except OSError as error:
+            code = _streams.lost(error)
+            self._lost = self._lost or OutputLost(2 if code is None else code)
 
 
 def quiet(rank: int) -> None:
     """Plain log lines of our own, only from rank 0."""
-    logging.basicConfig(format="         %(message)s", level=logging.WARNING, stream=sys.stdout)
+    logging.basicConfig(format="         %(message)s", level=logging.WARNING, handlers=[_Lines(sys.stdout)])
     logging.getLogger("distkv").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     quiet_transformers()
 

@@ -20,7 +20,7 @@ from distkv.engine.launch import Ranks
 from distkv.engine.model import Model
 from distkv.engine.page_check import CacheCheck, check_cache
 from distkv.engine.record import Recorded, RecordedRequest, Recording
-from distkv.engine.report import Output
+from distkv.engine.report import Output, OutputLost
 from distkv.engine.requests import Prompt
 from distkv.engine.turns import Talk
 from distkv.errors import ConfigError, DistKVError, GroupError, ModelError, PromptError
@@ -58,7 +58,8 @@ class Verification:
     """One rank's part. All ranks call ``prepare``, ``cold``, ``warm`` with 0, 1, 2 ... and ``conclude``."""
 
     def __init__(self, config: ServeConfig, model: Model, tokenizer: Any, ranks: Ranks, out: Output) -> None:
-        self._config = replace(config, engine=replace(config.engine, cache="on"))
+        self._config = replace(config, engine=replace(config.engine, cache="on"),
+                               pool=replace(config.pool, check=True))  # 3 % of the time with a model of two layers
         self._model, self._tokenizer, self._ranks, self._out = model, tokenizer, ranks, out
         self._references: dict[str, RecordedRequest] = {}
         self._counts = _Counts()
@@ -107,6 +108,7 @@ class Verification:
                     raise PromptError(name, f"cannot run: {done.error}")
                 self._out.phase(f"without the cache: {name}, {counted(done.prompt_tokens, 'token')} and "
                                 f"{len(done.token_ids)} of the answer")  # fmt: skip
+                self._out.check()
                 number += 1
                 try:
                     prompt = talk.turns.send(done)
@@ -156,6 +158,7 @@ class Verification:
             return
         try:
             work()
+            self._out.check()
         except GroupError:
             raise
         except Exception as error:  # told to the other ranks, and handed on
@@ -163,7 +166,8 @@ class Verification:
                 raise  # they know, and take part in nothing more
             engine.shutdown(failed=True)
             unusable = isinstance(error, (ConfigError, ModelError, PromptError))
-            self._everyone(2 if unusable else 1, "the end of a run")
+            code = error.code if isinstance(error, OutputLost) else 2 if unusable else 1
+            self._everyone(code, "the end of a run")
             raise
         engine.shutdown()
         self._everyone(0, "the end of a run")

@@ -7,7 +7,7 @@ logits of every token and the KV memory of every request must have the same bits
 computed again and compared.
 
 Exit code 0: the same bits. 1: a difference, or nothing came from the cache, or it failed. 2: the configuration, the
-file or the model cannot be used. 130: interrupted.
+file or the model cannot be used. 130: interrupted. 141: nobody reads the output.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distkv import launching
+from distkv._streams import BROKEN_PIPE
 from distkv._text import counted
 from distkv.config import load
 from distkv.engine.config import ServeConfig
@@ -25,7 +26,7 @@ from distkv.engine.conversation import Conversation, built_in, read_conversation
 from distkv.engine.launch import Ranks, StartFailed, on_all_ranks
 from distkv.engine.model import Model, load_model, load_tokenizer
 from distkv.engine.program import end_with, exit_code, joined
-from distkv.engine.report import Output, errors_by_rank
+from distkv.engine.report import Output, OutputLost, errors_by_rank
 from distkv.engine.turns import Talk, chats, random_talks
 from distkv.engine.verification import Failed, Verification
 from distkv.errors import ConfigError, ModelError, PromptError
@@ -77,7 +78,7 @@ def _start(config: ServeConfig, arguments: Sequence[str]) -> int:
     launching.take_interrupts("distkv")
     hosts = launching.Hosts.from_environment(config.parallel.tp)
     hosts.check_number(config.parallel.tp)
-    return launching.start("distkv.engine.verify", arguments, hosts, name="distkv", explained=(1, 2))
+    return launching.start("distkv.engine.verify", arguments, hosts, name="distkv", explained=(1, 2, BROKEN_PIPE))
 
 
 def _run(
@@ -101,6 +102,8 @@ def _run(
         for number in range(schedules + 1):
             verification.warm(number, seed, last=number == schedules)
         verification.conclude()
+    except OutputLost:
+        pass
     except (PromptError, ModelError) as error:
         out.error(f"distkv: {error}")
         return 2
@@ -108,7 +111,7 @@ def _run(
         for line in failed.lines:
             out.error(line)
         return failed.code
-    return 0
+    return out.exit_code(0)
 
 
 def _load(config: ServeConfig, ranks: Ranks, *, with_tokenizer: bool) -> tuple[Model, Any]:

@@ -14,7 +14,7 @@ import distkv
 from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
-SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "index", "policy", "reasons", "pages", "books", "sequence",
+SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books", "sequence",
            "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
@@ -22,11 +22,11 @@ CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group
         "_settings", "_values", "_loading", "_yaml"]
 LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml"], ["chain"],
           ["pages", "faults"], ["runs"],
-          ["entries", "policy", "reasons", "table_buffers"], ["index"],
+          ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"],
           ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
           ["torch_group", "mpi_group", "start", "lockstep"], ["cache"]]
 PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "memory", "_interfaces", "_parent",
-            "_text"]
+            "_streams", "_text"]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:

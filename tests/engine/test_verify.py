@@ -50,6 +50,16 @@ def command(*arguments: object) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+def without_reader(*arguments: object) -> tuple[int, str, str]:
+    """The command, with a stdout that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    err = io.StringIO()
+    with os.fdopen(writer, "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = verify.main([str(argument) for argument in arguments])
+    return code, "", err.getvalue()
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
@@ -258,6 +268,7 @@ def ranks_case(rank: int, world_size: int, config: Path) -> list[tuple[int, str,
         if rank == 0:
             patch.setattr(batch, "choose", damaged)
         results.append(command(config, "--random"))
+    results.append(command(config, "--random") if rank else without_reader(config, "--random"))
     return results
 
 
@@ -267,7 +278,9 @@ def damaged(*_: object) -> list[int]:
 
 def test_a_fault_on_one_rank_ends_all_with_its_name(folders: Folders, tmp_path: Path) -> None:
     config = write(tmp_path / "c.yaml", folders("llama", 4), tp=2)
-    clean, nudged, unread, no_room, damage = zip(*run_ranks(ranks_case, 2, (config,), timeout_s=GENEROUS), strict=True)
+    clean, nudged, unread, no_room, damage, piped = zip(
+        *run_ranks(ranks_case, 2, (config,), timeout_s=GENEROUS), strict=True
+    )
     for results, code in ((clean, 0), (nudged, 1), (unread, 1)):
         assert [result[0] for result in results] == [code, code], results
         assert results[1][1:] == ("", ""), "rank 0 speaks for all"
@@ -279,6 +292,7 @@ def test_a_fault_on_one_rank_ends_all_with_its_name(folders: Folders, tmp_path: 
     assert (damage[0][0], damage[0][2]) == (2, "distkv: planted\n"), "the reason, and not what came of it"
     assert damage[1][0] == 1
     assert "rank 0 failed in the forward of step" in damage[1][2]
+    assert piped == ((141, "", ""), (141, "", "")), "all leave when nobody reads, without a word"
 
 
 def test_one_command_starts_the_ranks(folders: Folders, tmp_path: Path) -> None:

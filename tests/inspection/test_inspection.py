@@ -275,3 +275,18 @@ def test_the_commands_from_a_shell(tmp_path: Path) -> None:
     assert found["doctor"]["works"] and found["doctor"]["problems"] == []
     assert found["plan"]["fits"]
     assert len(found["check-config"]["fields"]) > 20
+
+
+# ---- output that is lost
+
+
+def test_output_that_nobody_reads_or_that_finds_no_room(tmp_path: Path) -> None:
+    """In processes of their own: what Python does at its end is a part of it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    given = [sys.executable, "-m", "distkv", "check-config", str(settings(tmp_path))]
+    with open("/dev/full", "w") as full, os.fdopen(writer, "w") as unread:
+        processes = [subprocess.Popen(given, stdout=stdout, stderr=subprocess.PIPE, text=True)
+                     for stdout in (unread, full)]
+        found = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
+    assert found == [("", 141), ("distkv: the output cannot be written: No space left on device\n", 2)]
