@@ -1,7 +1,6 @@
 """The entries of the index: a dictionary from keys to pages, runs, and their roots. Only structure, no policy.
 
-A dictionary nominates a run for a key; tokens, extras and parent links then decide. Entries are stored as runs
-(:mod:`distkv.runs`), so that verifying a prefix of a thousand pages is a few memcmp calls up to the root.
+How a chain is looked up among them is :mod:`distkv.lookup`.
 """
 
 from __future__ import annotations
@@ -89,35 +88,6 @@ class Entries:
         run = self.run_with(page)
         return (page, run) if run is not None else None
 
-    # ---- lookup
-
-    def match(self, chain: KeyChain, limit: int) -> Match:
-        """The longest indexed prefix of ``chain`` of at most ``limit`` pages. Changes nothing."""
-        n = self._nominated(chain.keys, min(limit, chain.pages))
-        if not n:
-            return Match()
-        found = self._verified(chain, n)
-        if found is None:
-            found = self._walked(chain, n)
-            found.collided = True
-        return found
-
-    def _nominated(self, keys: list[int], n: int) -> int:
-        """How many leading keys are in the dictionary, by bisection: entries are prefix-closed."""
-        known = self.run_of_key
-        if not n or keys[0] not in known:
-            return 0
-        if keys[n - 1] in known:
-            return n
-        low, high = 1, n - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if keys[middle - 1] in known:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def entry(self, key: int, position: int) -> tuple[Run, int] | None:
         """The run and offset of the entry that ``key`` names, if it lies at this chain position."""
         run = self.run_of_key.get(key)
@@ -125,55 +95,6 @@ class Entries:
             return None
         offset = position - run.start
         return (run, offset) if 0 <= offset < len(run.keys) and run.keys[offset] == key else None
-
-    def _verified(self, chain: KeyChain, n: int) -> Match | None:
-        """The match of ``n`` pages, climbing from its last page to the root; None if anything on the way differs."""
-        entry = self.entry(chain.keys[n - 1], n - 1)
-        if entry is None:
-            return None
-        leaf, used = entry[0], entry[1] + 1
-        if not leaf.has(chain, used):
-            return None
-        begins, size, with_extras = chain.buffer.startswith, self.page_bytes, chain.has_extras
-        parts = [leaf.pages if used == len(leaf.pages) else leaf.pages[:used]]
-        run = leaf.parent
-        while isinstance(run, Run):  # as Run.has, for whole runs: this loop is what a long match costs
-            if not begins(run.tokens, run.start * size):
-                return None
-            if (run.extras or with_extras) and not run.has_extras(chain, len(run.pages)):
-                return None
-            parts.append(run.pages)
-            run = run.parent
-        if run.identity != chain.root:
-            return None
-        parts.reverse()
-        return Match(positions(np.frombuffer(b"".join(parts), np.int32)), leaf, used)
-
-    def _walked(self, chain: KeyChain, n: int) -> Match:
-        """The longest verified prefix, page by page from the root: after a collision of the 64-bit keys."""
-        root = self.roots.get(chain.root)
-        last: Run | Root | None = root
-        pages: list[int] = []
-        for position in range(n):
-            entry = self.entry(chain.keys[position], position)
-            if entry is None:
-                break
-            run, offset = entry
-            follows = run.parent is last if offset == 0 else run is last
-            if not follows or not self._same_page(chain, run, offset):
-                break
-            pages.append(run.pages[offset])
-            last = run
-        if not pages or not isinstance(last, Run):
-            return Match()
-        return Match(np.array(pages, np.intp), last, len(pages) - last.start)
-
-    def _same_page(self, chain: KeyChain, run: Run, offset: int) -> bool:
-        at, position = offset * self.page_bytes, run.start + offset
-        same = chain.buffer.startswith(run.tokens[at : at + self.page_bytes], position * self.page_bytes)
-        return same and (run.extras or {}).get(position) == chain.extras.get(position)
-
-    # ---- structure
 
     def run_to_extend(self, chain: KeyChain, found: Match) -> Run:
         """The run that the pages behind the match are appended to: the matched leaf, or a new branch."""

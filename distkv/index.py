@@ -7,6 +7,7 @@ import numpy as np
 from distkv.chain import KeyChain
 from distkv.entries import Entries, Match, path_to
 from distkv.errors import InvariantError
+from distkv.lookup import longest_match
 from distkv.pages import Ids, PagePool, positions
 from distkv.policy import LeastRecent
 from distkv.reasons import Memory
@@ -35,7 +36,7 @@ class PrefixIndex:
 
     def match(self, chain: KeyChain, limit: int) -> Match:
         """The longest indexed prefix of ``chain`` of at most ``limit`` pages, verified. Changes nothing."""
-        return self.entries.match(chain, limit)
+        return longest_match(self.entries, chain, limit)
 
     # ---- storing
 
@@ -46,7 +47,7 @@ class PrefixIndex:
         again if the last of them is still the same page. The pages must be owned by the caller, full and committed.
         """
         n, pages = len(pages), positions(pages)
-        found = self._still_known(chain, pages, known) or self.entries.match(chain, n)
+        found = self._still_known(chain, pages, known) or longest_match(self.entries, chain, n)
         m = len(found)
         self.collisions += found.collided
         if m < n:

@@ -14,8 +14,8 @@ import distkv
 from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
-SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books", "sequence",
-           "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
+SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
+           "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog", "layout",
