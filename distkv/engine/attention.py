@@ -103,7 +103,8 @@ def paged_attention(
     will see. Returns ``[1, rows, heads, d]``. Raises ``ModelError`` for anything but plain causal attention.
     """
     if distkv is None:
-        raise ModelError("the attention function 'distkv' needs the batch as keyword argument distkv=")
+        raise ModelError(f"a model with {type(module).__name__} is not served: its layers do not hand the keyword "
+                         "argument distkv= of the model's forward on to the attention function")  # fmt: skip
     odd = sorted(name for name, given in others.items() if given is not None and name not in _IGNORED)
     if not getattr(module, "is_causal", True):
         odd.append("attention in both directions")

@@ -20,7 +20,7 @@ from torch import nn
 from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.model import Model
 from distkv.engine.tiles import KEYS, ROWS, SIZES, Attention, Rows, padded_keys
-from distkv.errors import NotInvariant
+from distkv.errors import ModelError, NotInvariant
 from distkv.torch_group import TorchGroup, abort, transport_failed
 
 __all__ = ["enable"]
@@ -75,10 +75,24 @@ def enable(model: Model, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _wrapped(model: Model) -> Iterator[tuple[nn.Module, Rows]]:
-    """Linear layers and activations: what else a decoder computes is exact, or goes row by row already."""
-    for module in model.module.modules():
-        if isinstance(module, nn.Linear) or _is_activation(module):
+    """Products and activations: what else a decoder computes is exact, or goes row by row already."""
+    for name, module in model.module.named_modules():
+        if _product(module) is not None or _is_activation(module):
             yield module, Rows.of(module)
+        elif not isinstance(module, nn.Embedding) and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            raise ModelError(f"engine.batch_invariant does not cover {name} of this {type(model.module).__name__}, a "
+                             f"{type(module).__name__}; set it to false")  # fmt: skip
+
+
+def _product(module: nn.Module) -> tuple[int, int] | None:
+    """The widths of a row and of its product with this rank's slice of the weights; None for another kind of module."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, nn.Linear):
+        return module.weight.shape[1], module.weight.shape[0]  # unlike in_features, those of the slice
+    if isinstance(module, Conv1D):  # a product all the same
+        return module.weight.shape[0], module.weight.shape[1]
+    return None
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -132,17 +146,24 @@ def _raise_together(mine: Exception | None, lost: bool, group: TorchGroup) -> No
 def _test_rows(model: Model, wrapped: dict[nn.Module, Rows]) -> None:
     """Finds the tiles of every product and activation; those of one shape are tested once."""
     found: dict[tuple[object, ...], tuple[int, ...]] = {}
+    parents = {child: parent for parent in model.module.modules() for child in parent.children()}
+    products = {module: shape for module in wrapped if (shape := _product(module)) is not None}
     for module, rows in wrapped.items():
-        if isinstance(module, nn.Linear):
-            width = module.weight.shape[1]  # of this rank's slice, unlike in_features
-            what = f"a product {width} x {module.weight.shape[0]}"
-            key: tuple[object, ...] = (*module.weight.shape, module.bias is not None)
-        else:
-            width = model.module.config.intermediate_size // model.tp_size
-            what, key = f"{type(module).__name__} of width {width}", (type(module), width)
-        if key not in found:
-            found[key] = tiles_of(f"{what} in {_name(model)}", rows.function, width, model)
-        rows.sizes = found[key]
+        shape = products.get(module)
+        if shape is not None:
+            bias = getattr(module, "bias", None) is not None
+            cases: list[tuple[str, int, tuple[object, ...]]] = [
+                (f"a product {shape[0]} x {shape[1]}", shape[0], (type(module), *shape, bias))
+            ]
+        else:  # it has no size of its own: what it is given is the result of one of the products beside it
+            beside = {products[child][1] for child in parents[module].children() if child in products}
+            widths = sorted(beside or {width for _, width in products.values()})
+            kind = type(module)
+            cases = [(f"{kind.__name__} of width {width}", width, (kind, width)) for width in widths]
+        for what, width, key in cases:
+            if key not in found:
+                found[key] = tiles_of(f"{what} in {_name(model)}", rows.function, width, model)
+        rows.sizes = tuple(s for s in SIZES if s == ROWS or all(s in found[key] for *_, key in cases))
 
 
 def _name(model: Model) -> str:

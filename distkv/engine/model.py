@@ -212,9 +212,12 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _fill(module: Any, folder: Path, dtype: torch.dtype, rank: int, tp: int) -> None:
     wanted = dict(module.named_parameters())
-    loaded = set()
+    known = {*wanted, *(name for name, _ in module.named_buffers())}
+    loaded, strange = set(), list[str]()
     for name, file in _stored(folder):
         if name not in wanted:
+            if name not in known:
+                strange.append(name)
             continue
         part = part_of(name, wanted[name].shape, rank, tp)
         stored = tuple(file.get_slice(name).get_shape())
@@ -224,6 +227,9 @@ def _fill(module: Any, folder: Path, dtype: torch.dtype, rank: int, tp: int) -> 
         loaded.add(name)
     module.tie_weights()
     missing = sorted(name for name, _ in module.named_parameters() if name not in loaded)
+    if missing and strange:  # transformers renames and joins them when it loads such a model
+        raise ModelError(f"{folder}: a {module.config.model_type} model is not served: it stores weights under other "
+                         f"names than it computes with ({strange[0]}, but nothing for {missing[0]})")  # fmt: skip
     if missing:
         raise ModelError(f"{folder} has no weights for {missing[0]} ({len(missing)} missing); is the folder complete?")
 

@@ -33,6 +33,20 @@ def check_attention(settings: Any, folder: Path) -> None:
             f"{folder / 'config.json'}: a {settings.model_type} model with {'; '.join(odd)} cannot be served: only "
             "full causal attention is (no sliding window, no chunks, no soft cap, no sinks, one direction)"
         )
+    _check_widths(settings, folder)
+
+
+def _check_widths(settings: Any, folder: Path) -> None:
+    """Raises ``ModelError`` if keys or values are not as wide as a head, as in latent attention (MLA)."""
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    plain, turned = (getattr(settings, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+    keys = plain + turned if isinstance(plain, int) and isinstance(turned, int) else head_dim
+    values = getattr(settings, "v_head_dim", None) or head_dim
+    if (keys, values) != (head_dim, head_dim):
+        raise ModelError(
+            f"{folder / 'config.json'}: a {settings.model_type} model is not served yet: its keys are {keys} wide and "
+            f"its values {values}, and the paged KV memory has one width for both, head_dim ({head_dim} here)"
+        )
 
 
 def check_norms(module: Any) -> None:

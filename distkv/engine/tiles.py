@@ -77,7 +77,7 @@ class Rows:
 
     @classmethod
     def of(cls, module: nn.Module) -> Rows:
-        """Of a linear layer, or of an activation (a module whose forward takes rows)."""
+        """Of a linear layer, or of another module whose forward takes rows."""
         if isinstance(module, nn.Linear):
             return cls(lambda x: linear(x, module.weight, module.bias))
         return cls(module.forward)

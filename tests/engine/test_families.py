@@ -105,6 +105,7 @@ REFUSED = {
     "Gemma2": ({}, r"layer_types sliding_attention; sliding_window 4096; attn_logit_softcapping 50\.0"),
     "Gemma3Text": ({}, "gemma3_text model with layer_types sliding_attention; sliding_window 4096 cannot be served"),
     "GptOss": ({}, "gpt_oss model with layer_types sliding_attention; sliding_window 128"),
+    "DeepseekV3": ({}, "deepseek_v3 model is not served yet: its keys are 192 wide and its values 128"),
     "Gemma": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
 }
 
@@ -118,6 +119,27 @@ def test_attention_that_is_not_plain_is_refused_when_the_model_is_loaded(tmp_pat
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=words):
         load_model(ModelConfig(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("Qwen3Moe", {"num_experts": 2, "moe_intermediate_size": 8},
+         "a qwen3_moe model is not served: it stores weights under other names than it computes with"),
+        ("GPTNeoX", {}, r"a gpt_neox model is not served: .*\(embed_out\.weight, but nothing for lm_head\.weight\)"),
+        ("Nemotron", {}, "a model with NemotronAttention is not served: its layers do not hand"),
+    ],
+)  # fmt: skip
+def test_a_kind_that_is_not_served_says_so(tmp_path: Path, name: str, given: dict[str, Any], words: str) -> None:
+    import transformers
+
+    settings = getattr(transformers, f"{name}Config")(
+        vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, **given,
+    )  # fmt: skip
+    getattr(transformers, f"{name}ForCausalLM")(settings).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        single_pass(load_model(ModelConfig(source=str(tmp_path))), SCATTERED)
 
 
 def test_what_the_configuration_does_not_say_is_refused_by_the_attention(folders: Folders) -> None:

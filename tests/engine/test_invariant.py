@@ -54,6 +54,29 @@ def test_random_schedules_give_the_bits_of_single_passes(folders: Folders, kind:
     assert any(len(batch) > 1 for c in cases for batch in c.batches)
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("GPT2", {"n_inner": 200}), ("OPT", {"ffn_dim": 200})])
+def test_widths_are_those_of_the_layers(tmp_path: Path, name: str, sizes: dict[str, int]) -> None:
+    """Configurations without an intermediate_size, and GPT-2's products with the weights the other way round."""
+    import transformers
+
+    torch.manual_seed(1)
+    settings = getattr(transformers, f"{name}Config")(
+        vocab_size=tiny.VOCAB, hidden_size=96, num_hidden_layers=1, num_attention_heads=12, word_embed_proj_dim=96,
+        max_position_embeddings=1024, **sizes,
+    )  # fmt: skip
+    getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(settings).save_pretrained(
+        tmp_path
+    )
+    model = load(tmp_path)
+    with patch.object(invariant, "_DRAWS", 1), patch.object(invariant, "_TRIALS", 1):
+        enable(model)
+    assert [found for seed in range(3) for found in differences(model, case(seed))] == []
+    model = load(tmp_path)
+    model.module.odd = torch.nn.Bilinear(2, 2, 2)
+    with pytest.raises(ModelError, match=r"does not cover odd of this .*, a Bilinear; set it to false"):
+        enable(model)
+
+
 def test_without_the_mode_schedules_differ(folders: Folders) -> None:
     model = load(folders("llama", 4))
     assert any(differences(model, case(seed)) for seed in range(8))
