@@ -28,12 +28,13 @@ from distkv.engine.launch import make_groups
 from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
 from distkv.errors import GroupError
+from distkv.request import Message
 from distkv.sequence import Sequence
 
 __all__ = ["HARMLESS", "LAYERS", "OTHERS_ENDED", "VOCAB", "Kind", "Planted", "Report", "Trial", "main"]
 
-Kind = Literal["kill", "stop", "forward", "commit", "pause", "gil"]
-Place = Literal["layer", "commit", "between"]
+Kind = Literal["kill", "stop", "forward", "commit", "begin", "pause", "gil"]
+Place = Literal["layer", "commit", "between", "begin"]
 
 HARMLESS: frozenset[Kind] = frozenset({"pause", "gil"})
 """A rank that is slow, for half of the deadline: stopped and continued, or with Python's lock held. No fault."""
@@ -123,7 +124,7 @@ def _answer(rank: int, trial: Trial, folder: Path, port: int) -> None:
 
 def _serve(rank: int, trial: Trial, folder: Path, groups: tuple[Any, Any, Any]) -> None:
     settings = ServeConfig(
-        cache=CacheConfig(page_size=_PAGE),
+        cache=CacheConfig(page_size=_PAGE, heartbeat=1),  # so that a fault may leave a ballot
         pool=PoolConfig(pages=128),
         group=GroupConfig(timeout_s=trial.timeout_s),
         model=ModelConfig(source=str(folder.parent / "model")),
@@ -167,6 +168,15 @@ def _plant(engine: Engine, trial: Trial, folder: Path) -> None:
             commit(self, n)
 
         Sequence.commit = in_commit  # type: ignore[method-assign]
+    elif trial.place == "begin":  # all others wait in a ballot that lacks this rank alone
+        begin = engine.cache.begin_step
+
+        def in_begin(message: Message) -> None:
+            if engine.steps == trial.step:
+                _strike(trial, folder)
+            begin(message)
+
+        engine.cache.begin_step = in_begin  # type: ignore[method-assign, assignment]
 
 
 def _strike(trial: Trial, folder: Path) -> None:

@@ -1,12 +1,12 @@
 """Faults on purpose: ``python -m distkv.testing.trials --trials 20 --kinds kill,stop,forward,commit --ranks 4``.
 
 In each trial an engine answers requests on several ranks, and on a random rank, in a random step, the process is killed
-(kill -9) or stopped (SIGSTOP), or the forward pass or commit raises. Every other rank has to end with a named error
-within the deadline + 2 s, and its process has to end by itself, while that of the rank that was stopped or raised is
-still there. Two more kinds are no faults, and the group has to go
-on: a process that is stopped for half of the deadline (pause), or holds Python's lock for so long (gil). About half of
-the trials have the group's store on rank 0, the others outside of the ranks, as with torchrun. Prints a table; exit
-code 1 if a trial went wrong, and which.
+(kill -9) or stopped (SIGSTOP), or the forward pass, commit or begin of the cache's step raises. Every other rank has to
+end with a named error within the deadline + 2 s, and its process has to end by itself, while that of the rank that was
+stopped or raised is still there. Two more kinds are no faults, and the group has to go on: a process that is stopped
+for half of the deadline (pause), or holds Python's lock for so long (gil). About half of the trials have the group's
+store on rank 0, the others outside of the ranks, as with torchrun. Prints a table; exit code 1 if a trial went wrong,
+and which.
 
 The model is a Llama of two layers with random weights. Each trial has processes of its own. Linux.
 """
@@ -33,12 +33,13 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from distkv.testing._trial_rank import HARMLESS, LAYERS, OTHERS_ENDED, VOCAB, Kind, Report, Trial
+from distkv.testing._trial_rank import HARMLESS, LAYERS, OTHERS_ENDED, VOCAB, Kind, Place, Report, Trial
 from distkv.testing._trial_rank import main as rank_main
 
 __all__ = ["Result", "main", "random_model", "random_trial", "run_trial"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+PLACES: tuple[Place, ...] = get_args(Place)
 _MARGIN_S = 2.0
 _EXIT_S = 10.0  # for a process to end after its error; the interpreter takes some of it on a busy machine
 _START_S = 180.0
@@ -74,7 +75,7 @@ def random_model(folder: Path) -> None:
 
 def random_trial(kind: Kind, ranks: int, timeout_s: float, source: random.Random) -> Trial:
     """A trial of a kind: random rank, step and place."""
-    place = {"forward": "layer", "commit": "commit"}.get(kind) or source.choice(["layer", "layer", "commit", "between"])
+    place = {"forward": "layer", "commit": "commit", "begin": "begin"}.get(kind) or source.choice(PLACES)
     return Trial(
         kind=kind, ranks=ranks, victim=source.randrange(ranks), step=source.randint(2, 40), place=place,  # type: ignore[arg-type]
         layer=source.randrange(LAYERS), seed=source.randrange(1 << 30), timeout_s=timeout_s,
@@ -137,6 +138,7 @@ def _judge(trial: Trial, place: Path, ranks: Sequence[BaseProcess]) -> Result:
     last = at + limit + _EXIT_S
     _join([process for rank, process in enumerate(ranks) if rank != trial.victim], last)
     exit_s = time.monotonic() - at
+    hang = {rank for rank, process in enumerate(ranks) if rank != trial.victim and process.is_alive()}
     (place / OTHERS_ENDED).touch()
     _join(others, max(last, time.monotonic() + _EXIT_S))
     problems = []
@@ -145,7 +147,7 @@ def _judge(trial: Trial, place: Path, ranks: Sequence[BaseProcess]) -> Result:
         if rank in lost:
             continue
         file = place / f"{rank}.json"
-        if process.is_alive():
+        if rank in hang or process.is_alive():
             problems.append(f"rank {rank} has not ended" + ("" if file.exists() else ", without an error"))
         elif not file.exists() or process.exitcode:
             problems.append(f"rank {rank} ended with exit code {process.exitcode}: " + _logs(place))

@@ -14,7 +14,8 @@ from distkv.testing._trial_rank import Trial
 from distkv.testing.processes import run_ranks
 
 DEADLINE = 4.0
-ERRORS = {"kill": "PeerLost", "stop": "GroupTimeout", "forward": "PeerFault", "commit": "PeerFault"}
+ERRORS = {"kill": "PeerLost", "stop": "GroupTimeout", "forward": "PeerFault", "commit": "PeerFault",
+          "begin": "PeerFault"}
 KILLED = Trial(kind="kill", ranks=3, victim=2, step=5, place="layer", layer=1, seed=1, timeout_s=DEADLINE,
                store_on_rank_0=False)  # fmt: skip
 TRIALS = [
@@ -22,8 +23,9 @@ TRIALS = [
     # the process that keeps the group's store, so that no watchdog can say a word
     replace(KILLED, kind="stop", victim=0, place="between", store_on_rank_0=True),
     replace(KILLED, kind="forward", victim=1, overlap=True),
-    # rank 0 is in the next step's ballot then, and has to end although rank 1 lives on
-    replace(KILLED, kind="commit", victim=1, place="commit", store_on_rank_0=True),
+    replace(KILLED, kind="commit", victim=0, place="commit", store_on_rank_0=True),
+    # the others are in a ballot that lacks rank 1 alone, and have to end although it lives on
+    replace(KILLED, kind="begin", victim=1, place="begin"),
 ]
 
 
