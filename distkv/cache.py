@@ -121,6 +121,7 @@ class PrefixCache:
         if not isinstance(message, Message):
             raise MessageError(f"a step takes a distkv.Message, not a {type(message).__name__}")
         vector = self._agreement.begin(message)
+        self._group.board.step = self._books.step
         if vector is None:
             return
         with self._ended_by_errors():

@@ -74,7 +74,7 @@ class FaultBoard:
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.step = -1
-        """The cache's step on this rank; the group that has the board sets it."""
+        """The step that the cache on this rank has begun last; the cache sets it."""
         self.known = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[OnFault] = []

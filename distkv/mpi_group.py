@@ -114,7 +114,6 @@ class MpiGroup(Group):
         self._close = weakref.finalize(self, self._watchdog.close)
 
     def start(self, vector: Vector, step: int) -> Ticket:
-        self.board.step = step
         if self.size == 1:
             return Known(vector)
         result = np.empty_like(vector)

@@ -193,7 +193,6 @@ class TorchGroup(Group):
         return rows
 
     def start(self, vector: Vector, step: int) -> Ticket:
-        self.board.step = step
         if self.size == 1:
             return Known(vector)
         tensor = torch.from_numpy(vector).to(self.device)
