@@ -43,7 +43,7 @@ MASTER_PORT      a port of host 0 that is free, the same on every host
 JOIN_S           seconds within which all hosts have to come (300)
 OMP_NUM_THREADS  threads per process; default: the cores of this host over the processes on it
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT
-                 seconds from SIGTERM to SIGKILL for the other processes after one has failed (5)
+                 seconds from SIGTERM to SIGKILL for the processes when the start is interrupted (5)
 
 With NNODES above 1, NODE_RANK, MASTER_ADDR and MASTER_PORT must be set on each host, and the same command is given on
 each. The package, the configuration and the model must be the same there. GLOO_SOCKET_IFNAME is set to the interface
@@ -52,7 +52,7 @@ that leads to host 0, unless it is set already.
 
 _MEETING_SLACK_S = 10.0  # for torch to say itself that its deadline has passed
 _INTERRUPT_S = 3.0  # for torchrun to end
-_SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for a rank that is stopped when another one has failed (torch: 30)
+_SHUTDOWN_S = 5  # from SIGTERM to SIGKILL when the start is interrupted; torch's 30 would be waited for a stopped rank
 
 # SIGINT becomes SIGTERM here (see take_interrupts); this remembers what it was.
 _interrupted = threading.Event()
@@ -140,7 +140,8 @@ def start(
     """Runs ``python -m module arguments`` on every rank of this host and waits for them; returns the exit code.
 
     That of the first rank that failed (128 + the signal if it was killed), 2 if the hosts do not meet, 130 after
-    Ctrl-C. Errors are one line on stderr after ``name``; none for exit codes that the ranks have ``explained``.
+    Ctrl-C. After a rank has failed torchrun gives the others 30 s to end on SIGTERM, which only a rank that is stopped
+    takes; torch 2.13 has no setting for it. Errors are one line on stderr after ``name``; none for exit codes that the ranks have ``explained``.
     Sets the environment's defaults (see :meth:`Hosts.defaults`) in this process, because the ranks inherit it.
     """
     for variable, value in hosts.defaults().items():
