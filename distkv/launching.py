@@ -140,8 +140,9 @@ def start(
     """Runs ``python -m module arguments`` on every rank of this host and waits for them; returns the exit code.
 
     That of the first rank that failed (128 + the signal if it was killed), 2 if the hosts do not meet, 130 after
-    Ctrl-C. After a rank has failed torchrun gives the others 30 s to end on SIGTERM, which only a rank that is stopped
-    takes; torch 2.13 has no setting for it. Errors are one line on stderr after ``name``; none for exit codes that the ranks have ``explained``.
+    Ctrl-C. Errors are one line on stderr after ``name``; none for exit codes that the ranks have ``explained``. After a
+    rank has failed torchrun gives the others 30 s to end on SIGTERM, which a rank that is stopped takes in full; torch
+    2.13 has no setting for it.
     Sets the environment's defaults (see :meth:`Hosts.defaults`) in this process, because the ranks inherit it.
     """
     for variable, value in hosts.defaults().items():
