@@ -117,6 +117,10 @@ class GroupConfig(Section):
     timeout_s, 0.5 at most. A quarter of timeout_s at most. 0: no watchdog; a rank that is lost or fails outside the
     ballot is then noticed by deadlines alone."""
 
+    def beat_s(self, timeout_s: float) -> float:
+        """``heartbeat_s`` with its default resolved, for a group whose deadline is ``timeout_s``."""
+        return self.heartbeat_s if self.heartbeat_s is not None else min(0.5, timeout_s / 8)
+
     def check_fields(self) -> None:
         if self.heartbeat_s is not None and self.heartbeat_s > self.timeout_s / 4:
             raise self.wrong("heartbeat_s", f"must be at most a quarter of timeout_s, which is {self.timeout_s:g}, got "

@@ -89,7 +89,7 @@ class MpiGroup(Group):
                                                  "MPI; give it another one, or set auto or mpi")
         if not self._told:
             self.timeout_s = config.timeout_s
-        self._beat_s = config.heartbeat_s if config.heartbeat_s is not None else min(0.5, self.timeout_s / 8)
+        self._beat_s = config.beat_s(self.timeout_s)
 
     def exchange(self, data: bytes, *, purpose: str = "the exchange at start") -> list[bytes]:
         """See :meth:`Group.exchange`; ``purpose`` is what its errors call it."""
