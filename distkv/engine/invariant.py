@@ -118,9 +118,10 @@ def _together(
         return
     lost = mine is not None and transport_failed(mine)
     if mine is not None and has_sums and not isinstance(mine, NotInvariant):
-        if not lost:
-            assert model.tp_group is not None
-            abort(model.tp_group)  # the others wait in a sum for this rank
+        assert model.tp_group is not None
+        # The others wait in a sum for this rank, or, if it only lost another one, for what it has not passed on: one
+        # broken connection ends only the waits at its two ends.
+        abort(model.tp_group)
         if group is model.tp_group:
             raise mine
     _raise_together(mine, lost, TorchGroup(group, timeout_s=model.timeout_s))
