@@ -6,7 +6,16 @@ collective per step. Start with :class:`PrefixCache`; ``README.md`` has an examp
 
 from distkv.cache import PrefixCache
 from distkv.chain import KeyChain
-from distkv.config import CacheConfig, Config, GroupConfig, PoolConfig, agreed_fields, from_mapping, load
+from distkv.config import (
+    CacheConfig,
+    Config,
+    GroupConfig,
+    HostConfig,
+    PoolConfig,
+    agreed_fields,
+    from_mapping,
+    load,
+)
 from distkv.encoding import content_digest
 from distkv.errors import (
     ConfigError,
@@ -57,6 +66,7 @@ __all__ = [
     "GroupError",
     "GroupMismatch",
     "GroupTimeout",
+    "HostConfig",
     "InvariantError",
     "KeyChain",
     "KeyNamingError",

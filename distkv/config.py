@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from distkv._loading import from_mapping
-from distkv._settings import Section, agreed_fields, setting
+from distkv._settings import Derived, Section, agreed_fields, setting
 from distkv.errors import ConfigError
 
 __all__ = [
     "CacheConfig",
     "Config",
     "GroupConfig",
+    "HostConfig",
     "PoolConfig",
     "Section",
     "agreed_fields",
@@ -36,6 +37,7 @@ T = TypeVar("T")
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_PAGES = (1 << 31) - 1  # page ids are int32
+_MAX_GIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,74 @@ class PoolConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostConfig(Section):
+    """The host tier: memory of the CPU to which pages go that the pool has no place for, and from which they come back.
+    There is one if pages, gib_per_rank or gib_per_node is given (one of them). Not in lockstep."""
+
+    pages: int | None = setting(None, agreed=False, low=1, high=_MAX_PAGES)
+    """Host pages of this rank, those of preemption_pages included. A page takes the bytes that it has in the pool of
+    this rank."""
+
+    gib_per_rank: float | None = setting(None, agreed=False, above=0, high=_MAX_GIB)
+    """Instead of pages: GiB (2**30 bytes) of host memory for this rank, of which whole pages are taken. At least one
+    page."""
+
+    gib_per_node: float | None = setting(None, agreed=False, above=0, high=_MAX_GIB)
+    """Instead of pages: GiB of host memory for all ranks of this rank's node together, shared equally. The ranks of a
+    node are counted when the group starts."""
+
+    preemption_pages: int = setting(0, agreed=False, low=0, high=_MAX_PAGES)
+    """How many of the host pages are kept for suspended requests; the tier has the others. Less than all."""
+
+    write_policy: Literal["evict", "finish"] = setting("evict", agreed=False)
+    """When a page is copied to the host. evict: when the pool gives it up. finish: when its request has finished, so
+    that giving it up needs no copy; pages that are never given up are then copied for nothing."""
+
+    loading_slots: int = setting(8, agreed=True, low=1, high=1024)
+    """How many loading sequences one step considers. It sets the size of the collective."""
+
+    load_timeout_s: float = setting(10.0, agreed=False, low=0.001, high=86_400)
+    """Seconds that a load may take. Then the request goes on without it, on every rank, and computes those pages
+    again."""
+
+    skip_slow_loads: bool = setting(True, agreed=False)
+    """Whether pages are computed again where loading them would take longer, as far as both have been measured."""
+
+    prefetch: bool = setting(True, agreed=False)
+    """Whether pages are loaded for requests that still wait, into pages of this rank that nobody needs."""
+
+    copy_threads: int = setting(2, agreed=False, low=1, high=256)
+    """Threads that copy pages when the pool is on the CPU. A GPU copies with streams of its own."""
+
+    chunk_gib: float = setting(1.0, agreed=False, above=0, high=_MAX_GIB)
+    """GiB of host memory that are taken, and pinned, at a time; whole pages, at least one."""
+
+    require_pinned: bool = setting(False, agreed=False)
+    """Whether a start without pinned memory is an error. Otherwise plain memory is taken where none can be pinned, and
+    copies to and from a GPU are slower. For pinned memory CuPy is needed."""
+
+    @property
+    def configured(self) -> bool:
+        """Whether a host tier is asked for."""
+        return bool(self._sizes())
+
+    def _sizes(self) -> list[str]:
+        return [name for name in ("pages", "gib_per_rank", "gib_per_node") if getattr(self, name) is not None]
+
+    def check_fields(self) -> None:
+        sizes = self._sizes()
+        if len(sizes) > 1:
+            raise self.wrong(sizes[1], f"is given, and {sizes[0]} too: give the size once, as pages, gib_per_rank or "
+                                       "gib_per_node")
+        if self.preemption_pages and not sizes:
+            raise self.wrong("preemption_pages", f"is {self.preemption_pages}, and there is no host tier to take them "
+                                                 "from: give pages, gib_per_rank or gib_per_node")
+        if self.pages is not None and self.preemption_pages >= self.pages:
+            raise self.wrong("preemption_pages", f"must be less than pages, which is {self.pages}, got "
+                                                 f"{self.preemption_pages}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupConfig(Section):
     """How the ranks talk to each other."""
 
@@ -129,17 +199,32 @@ class GroupConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """Everything that can be set, in three sections; each may be left out, and each field has a default."""
+    """Everything that can be set, in four sections; each may be left out, and each field has a default."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     """How the cache names, keeps and hands out pages."""
 
-    # A host tier, once there is one, is refused here in lockstep: its copies end at another time on each rank.
     pool: PoolConfig = field(default_factory=PoolConfig)
     """This rank's pages."""
 
+    host: HostConfig = field(default_factory=HostConfig)
+    """The host tier."""
+
     group: GroupConfig = field(default_factory=GroupConfig)
     """How the ranks talk to each other."""
+
+    def check_fields(self) -> None:
+        if self.host.configured and self.cache.agreement == "lockstep":
+            raise self.wrong("host", "a host tier and cache.agreement lockstep exclude each other: copies end at "
+                                     "another time on each rank, and may fail on one; set cache.agreement to minimum")
+
+    def derived(self) -> Mapping[str, Derived]:
+        found = {}
+        if self.host.gib_per_node is not None:
+            found["host.gib_per_rank"] = Derived(f"{self.host.gib_per_node:g} / ranks of the node", "host.gib_per_node")
+        if self.host.configured and self.host.pages is None:
+            found["host.pages"] = Derived("host.gib_per_rank / bytes of a page", "the size is given in GiB")
+        return found
 
 
 @overload

@@ -15,6 +15,7 @@ from distkv.config import (
     CacheConfig,
     Config,
     GroupConfig,
+    HostConfig,
     PoolConfig,
     Section,
     agreed_fields,
@@ -118,6 +119,28 @@ def test_a_byte_order_mark_and_document_marks_are_accepted(tmp_path: Path) -> No
         ("group: {timeout_s: '5'}", "group.timeout_s", ["got the text '5'"]),
         ("group: {transport: gluo}", "group.transport", ["did you mean gloo?"]),
         ("group: {transport: off}", "group.transport", ["auto, gloo, mpi, nccl"]),
+        ("host: {pages: 0}", "host.pages", ["a whole number from 1 to", "or null, got 0"]),
+        ("host: {pages: -8}", "host.pages", ["got -8"]),
+        ("host: {pages: 10GB}", "host.pages", ["a whole number", "got the text '10GB'"]),
+        ("host: {page: 8}", "host.page", ["did you mean pages?"]),
+        ("host: {gib_per_rank: 10GB}", "host.gib_per_rank", ["a number of more than 0", "got the text '10GB'"]),
+        ("host: {gib_per_rank: 10GiB}", "host.gib_per_rank", ["got the text '10GiB'"]),
+        ("host: {gib_per_rank: 0}", "host.gib_per_rank", ["a number of more than 0", "got 0"]),
+        ("host: {gib_per_node: -4}", "host.gib_per_node", ["got -4"]),
+        ("host: {gib_per_node: .inf}", "host.gib_per_node", ["got inf"]),
+        ("host:\n  pages: 4\n  gib_per_node: 4", "host.gib_per_node", ["and pages too", "once", "line 3"]),
+        ("host: {gib_per_node: 4, gib_per_rank: 4}", "host.gib_per_node", ["and gib_per_rank too"]),
+        ("host: {pages: 4, preemption_pages: 4}", "host.preemption_pages", ["less than pages, which is 4, got 4"]),
+        ("host: {preemption_pages: 4}", "host.preemption_pages", ["there is no host tier"]),
+        ("host: {pages: 4, preemption_pages: -1}", "host.preemption_pages", ["got -1"]),
+        ("host: {write_policy: evicted}", "host.write_policy", ["one of evict, finish", "did you mean evict?"]),
+        ("host: {loading_slots: 0}", "host.loading_slots", ["from 1 to 1024, got 0"]),
+        ("host: {loading_slots: 1025}", "host.loading_slots", ["got 1025"]),
+        ("host: {load_timeout_s: 0}", "host.load_timeout_s", ["from 0.001"]),
+        ("host: {copy_threads: 0}", "host.copy_threads", ["from 1"]),
+        ("host: {chunk_gib: 0}", "host.chunk_gib", ["more than 0"]),
+        ("host: {require_pinned: 1}", "host.require_pinned", ["true or false, got 1"]),
+        ("cache: {agreement: lockstep}\nhost: {pages: 8}", "host", ["agreement lockstep", "minimum", "line 2"]),
         ("cache:", "cache", ["a mapping of fields, got nothing"]),
         ("cache: 128", "cache", ["a mapping of fields, got 128"]),
         ("cache: [1]", "cache", ["a mapping of fields, got a list"]),
@@ -191,6 +214,18 @@ def test_a_section_made_by_hand_is_checked_too() -> None:
         CacheConfig().page_size = 3  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("size", ["pages", "gib_per_rank", "gib_per_node"])
+def test_a_host_tier_is_asked_for_by_one_of_three_sizes(size: str) -> None:
+    assert not HostConfig().configured
+    host = HostConfig(**{size: 2})  # type: ignore[arg-type]
+    assert host.configured
+    with pytest.raises(ConfigError, match=r"Config\.host: .*lockstep"):
+        Config(host=host, cache=CacheConfig(agreement="lockstep"))
+    assert ("host.pages" in Config(host=host).derived()) == (size != "pages")
+    assert ("host.gib_per_rank" in Config(host=host).derived()) == (size == "gib_per_node")
+    assert Config().derived() == {}
+
+
 def test_agreed_fields_are_the_fields_that_every_rank_must_share() -> None:
     assert agreed_fields(Config()) == {
         "cache.page_size": "128",
@@ -201,6 +236,7 @@ def test_agreed_fields_are_the_fields_that_every_rank_must_share() -> None:
         "cache.asynchronous": "false",
         "cache.agreement": '"minimum"',
         "cache.check_every": "64",
+        "host.loading_slots": "8",
         "group.transport": '"auto"',
         "group.heartbeat_s": "null",
     }

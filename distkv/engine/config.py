@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from distkv._settings import Derived
-from distkv.config import CacheConfig, Config, GroupConfig, PoolConfig, Section, setting
+from distkv.config import CacheConfig, Config, GroupConfig, HostConfig, PoolConfig, Section, setting
 
 __all__ = ["EngineConfig", "ModelConfig", "ParallelConfig", "ServeConfig"]
 
@@ -91,6 +91,9 @@ class ServeConfig(Config):
     pool: PoolConfig = field(default_factory=PoolConfig)
     """This rank's pages."""
 
+    host: HostConfig = field(default_factory=HostConfig)
+    """The host tier."""
+
     group: GroupConfig = field(default_factory=GroupConfig)
     """How the ranks talk to each other."""
 
@@ -104,6 +107,7 @@ class ServeConfig(Config):
     """How requests are cut into batches."""
 
     def check_fields(self) -> None:
+        super().check_fields()
         chunk, page = self.engine.chunk_tokens, self.cache.page_size
         if chunk is not None and page % chunk:
             raise self.wrong("engine.chunk_tokens", f"must divide cache.page_size, which is {page}, got {chunk}")
@@ -118,7 +122,7 @@ class ServeConfig(Config):
     def derived(self) -> Mapping[str, Derived]:
         from distkv.engine.sources import cache_folder
 
-        found = {}
+        found = dict(super().derived())
         if self.engine.chunk_tokens is None:
             found["engine.chunk_tokens"] = Derived(self.chunk_tokens, "cache.page_size")
         if self.model.cache_dir is None:
