@@ -27,7 +27,7 @@ class Match:
     """The longest indexed prefix of a chain, verified. Owns nothing: own or hold ``pages`` before the next call."""
 
     pages: Positions = field(default_factory=lambda: NO_PAGES)
-    """Device pages, intp [n], in chain order. Not to be modified."""
+    """Places, intp [n], in chain order: device pages, and behind them those of the host tier. Not to be modified."""
     leaf: Run | None = None
     """The run of the last page."""
     used: int = 0
@@ -40,7 +40,7 @@ class Match:
 
 
 class CachedPrefix(NamedTuple):
-    """An indexed prefix that no longer one continues, from its root. Copies: they stay as they are."""
+    """An indexed prefix on the device that no longer one continues, from its root. Copies: they stay as they are."""
 
     tokens: npt.NDArray[np.int32]
     """int32 [pages * page_size]."""
@@ -58,6 +58,7 @@ class Entries:
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
+        """``pages``: places, those of the device and of the host tier together."""
         self.page_bytes = TOKEN_BYTES * page_size
         self.run_of_key: dict[int, Run] = {}
         self.run_of: npt.NDArray[np.int32] = np.full(pages, -1, np.int32)
@@ -163,6 +164,7 @@ class Entries:
         if keep:
             run.cut(keep)
             return pages, keys, run
+        run.set_resident(0)
         return pages, keys, self._without(run)
 
     def remove_last(self, run: Run) -> tuple[int, int, Run | Root]:
@@ -194,17 +196,17 @@ class Entries:
         return parent
 
     def prefixes(self) -> Iterator[CachedPrefix]:
-        """Every leaf's whole prefix; together they have every entry. O(sum of their lengths)."""
+        """The longest prefixes on the device; together they have every entry there. O(sum of their lengths)."""
         for leaf in self.runs:
-            if leaf is None or leaf.children:
+            if leaf is None or leaf.warm or not leaf.resident:
                 continue
-            parts = []
-            above: Run | Root = leaf
+            parts = [leaf.tokens[: leaf.resident * self.page_bytes]]
+            above = leaf.parent
             while isinstance(above, Run):
                 parts.append(above.tokens)
                 above = above.parent
             tokens = np.frombuffer(b"".join(reversed(parts)), "<i4").astype(np.int32)
-            yield CachedPrefix(tokens, path_to(leaf, len(leaf)), above.adapter, above.salt)
+            yield CachedPrefix(tokens, path_to(leaf, leaf.resident), above.adapter, above.salt)
 
     def check(self) -> list[Run]:
         """Indexed = reachable, keys and pages agree both ways, parents and children agree. Returns all runs."""
@@ -223,6 +225,10 @@ class Entries:
             misplaced = any(c.parent is not run or c.start != run.end for c in children)
             if self.runs[run.slot] is not run or not len(run) or misplaced:
                 raise InvariantError(f"{run} is empty, unregistered, or a child disagrees")
+            if run.warm != sum(c.resident > 0 for c in children) or not 0 <= run.resident <= len(run):
+                raise InvariantError(f"{run} miscounts its warm children, or its resident entries")
+            if run.warm and run.resident < len(run):
+                raise InvariantError(f"a page below {run} is on the device, but not all of its own are")
             if len(run.tokens) != len(run) * self.page_bytes or len(run.keys) != len(run):
                 raise InvariantError(f"{run} has tokens, keys and pages of different lengths")
             for key, page in zip(run.keys, run.pages, strict=True):

@@ -21,11 +21,13 @@ class PrefixIndex:
     nobody else has, and leaving the index frees no page that has an owner or a hold.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, host_pages: int = 0) -> None:
+        """``host_pages``: of a host tier, whose places are numbered behind the device's pages."""
         self.pool = pool
-        self.entries = Entries(pool.total, page_size)
-        self.recency = LeastRecent(pool.total)
-        self.memory = Memory(pool.total)
+        places = pool.total + host_pages
+        self.entries = Entries(places, page_size)
+        self.recency = LeastRecent(places)
+        self.memory = Memory(places)
         self.collisions = 0
         self.evicted = 0
         self.cascades = 0
@@ -48,13 +50,20 @@ class PrefixIndex:
         """
         n, pages = len(pages), positions(pages)
         found = self._still_known(chain, pages, known) or longest_match(self.entries, chain, n)
-        m = len(found)
         self.collisions += found.collided
+        m = self._adopt(chain, pages, found)
+        if m < len(found):  # cannot be continued
+            self.recency.touch(found.pages[:m])
+            return m
         if m < n:
             m = self._append(chain, pages, found)
         self.recency.touch(found.pages)
         self.recency.touch(pages[len(found) : m])
         return m
+
+    def _adopt(self, chain: KeyChain, pages: Ids, found: Match) -> int:
+        """Entries of ``found`` that are not on the device take the offered pages. How many leading ones are there."""
+        return len(found)
 
     def _still_known(self, chain: KeyChain, pages: Ids, known: int) -> Match | None:
         """The caller owns ``pages``, so an entry that still names the last known one has the caller's content."""
@@ -98,7 +107,7 @@ class PrefixIndex:
     def _offer_at(self, page: int, run: Run) -> None:
         if not self.pool.cold(page):
             return
-        if not run.children and run.pages[-1] == page:
+        if not run.warm and run.pages[run.resident - 1] == page:
             self.recency.offer(page)
         else:
             self.recency.offer_interior(page)
@@ -106,11 +115,14 @@ class PrefixIndex:
     def _offer_above(self, run: Run | Root) -> None:
         """Nothing behind the end of ``run`` is a candidate on its account: the nearest cold page from there up is."""
         while isinstance(run, Run):
-            page = run.pages[-1]
+            if not run.resident:
+                run = run.parent
+                continue
+            page = run.pages[run.resident - 1]
             if self.pool.cold(page):
                 self._offer_at(page, run)
                 return
-            at = run.page_ids()
+            at = run.page_ids(0, run.resident)
             cold = np.flatnonzero(self.pool.is_cold(at))
             if len(cold):
                 self.recency.offer_interior(int(at[cold[-1]]))
@@ -133,23 +145,27 @@ class PrefixIndex:
             run = self.entries.run_with(page)
             if run is None or not self.pool.cold(page):
                 continue
-            if run.children or run.pages[-1] != page:  # a page was stored below it since it was offered
+            if run.warm or run.pages[run.resident - 1] != page:  # a page was stored below it since it was offered
                 self.recency.offer_interior(page)
                 continue
             take = self._cold_suffix(run, n - freed)
-            if take == 1:
-                self._drop_last(run)
-            else:
-                self._drop_entries(run, len(run) - take)
+            self._release_tail(run, take)
             freed += take
         self.evicted += freed
         return freed
 
+    def _release_tail(self, run: Run, take: int) -> None:
+        """The last ``take`` device pages of the run, which are cold and have nothing below them there, become free."""
+        if take == 1:
+            self._drop_last(run)
+        else:
+            self._drop_entries(run, len(run) - take)
+
     def _cold_suffix(self, run: Run, want: int) -> int:
-        """How many entries at the end of the run, at most ``want``, are cold and not newer than the next candidate."""
-        if want == 1 or len(run) == 1:
+        """How many of its last device pages, at most ``want``, are cold and not newer than the next candidate."""
+        if want == 1 or run.resident == 1:
             return 1
-        at = positions(run.page_ids(max(0, len(run) - want)))
+        at = positions(run.page_ids(max(0, run.resident - want), run.resident))
         takeable = self.pool.is_cold(at)
         bound = self.recency.next_stamp()
         if bound is not None:
@@ -176,11 +192,11 @@ class PrefixIndex:
         return False
 
     def _cold_below(self, run: Run, first: int) -> bool:
-        """Whether an entry from ``first`` of the run on, or below the run, is cold."""
+        """Whether an entry on the device, from ``first`` of the run on or below the run, is cold."""
         stack = [run]
         while stack:
             below = stack.pop()
-            ids = below.pages[first:] if below is run else below.pages
+            ids = below.pages[first if below is run else 0 : below.resident]
             if len(ids) and np.count_nonzero(self.pool.is_cold(np.frombuffer(ids, np.int32))):
                 return True
             stack.extend((below.children or {}).values())
@@ -196,8 +212,12 @@ class PrefixIndex:
         """Every entry leaves the index."""
         self.memory.forget_first_pages()
         self.memory.evicted(self.entries.run_of_key)
-        self.pool.leave(self.entries.remove_all())
+        self._left(self.entries.remove_all())
         self.recency.forget()
+
+    def _left(self, places: Ids) -> None:
+        """No entry names these places any more."""
+        self.pool.leave(places)
 
     def _drop_subtree(self, run: Run, keep: int) -> None:
         """Descendants first, then the entries behind the first ``keep`` of the run."""
@@ -217,7 +237,7 @@ class PrefixIndex:
             self.memory.forget_first_page(run)
         pages, keys, end = self.entries.remove(run, keep)
         self.memory.evicted(keys)
-        self.pool.leave(pages)
+        self._left(pages)
         self._offer_above(end)
 
     def _drop_last(self, run: Run) -> None:
@@ -226,8 +246,12 @@ class PrefixIndex:
             self.memory.forget_first_page(run)
         page, key, end = self.entries.remove_last(run)
         self.memory.evicted((key,))
-        self.pool.leave_one(page)
+        self._left_one(page)
         self._offer_above(end)
+
+    def _left_one(self, place: int) -> None:
+        """:meth:`_left` for one."""
+        self.pool.leave_one(place)
 
     def runs(self) -> list[Run]:
         """All runs, for checks and reports."""
@@ -237,16 +261,23 @@ class PrefixIndex:
         """The entries are sound, the pool knows of them, and every candidate is offered. Raises InvariantError."""
         offered, interiors = self.recency.offered(), self.recency.offered_interiors()
         for run in self.entries.check():
-            tail = run.pages[-1]
-            if not self.pool.indexed[run.page_ids()].all():
+            if not run.resident:
+                continue
+            tail, at = run.pages[run.resident - 1], run.page_ids(0, run.resident)
+            if at.max() >= self.pool.total or not self.pool.indexed[at].all():
                 raise InvariantError(f"a page of {run} is not known to the pool as indexed")
-            if not run.children and self.pool.is_cold(run.page_ids(len(run) - 1))[0] and tail not in offered:
+            if not run.warm and self.pool.cold(tail) and tail not in offered:
                 raise InvariantError(f"page {tail}, the cold tail of {run}, is not offered for eviction")
-            cold = np.flatnonzero(self.pool.is_cold(run.page_ids()))
+            cold = np.flatnonzero(self.pool.is_cold(at))
             if len(cold) and not self._cold_below(run, int(cold[-1]) + 1):
                 candidate = run.pages[int(cold[-1])]
                 if candidate not in offered and candidate not in interiors:
                     raise InvariantError(f"page {candidate} of {run}, with nothing cold below it, is not offered")
-        if int(self.pool.indexed.sum()) != len(self):
+        if int(self.pool.indexed.sum()) != self.resident:
             raise InvariantError("the pool knows of indexed pages that the index does not have")
         self.recency.check()
+
+    @property
+    def resident(self) -> int:
+        """Entries on the device."""
+        return len(self.entries)

@@ -27,11 +27,14 @@ class Run:
     """Consecutive entries of one chain; only the last one may have children. Owned and changed by the index alone.
 
     ``start`` is the chain position, in pages, of the first entry. ``tokens`` are int32 little-endian bytes, ``pages``
-    the device pages, ``keys`` the keys, each one per entry. ``extras`` maps chain positions to encoded extras, and is
-    None for the common run without any. ``parent`` is the run, or the root, that this one continues.
+    the places of the bytes, ``keys`` the keys, each one per entry. ``extras`` maps chain positions to encoded extras,
+    and is None for the common run without any. ``parent`` is the run, or the root, that this one continues.
+
+    A place is a page of the device pool or, counted on from there, one of the host tier. Device residency is
+    prefix-closed: the first ``resident`` entries are on the device and no other is; ``warm`` children begin there.
     """
 
-    __slots__ = ("children", "extras", "keys", "pages", "parent", "slot", "start", "tokens")
+    __slots__ = ("children", "extras", "keys", "pages", "parent", "resident", "slot", "start", "tokens", "warm")
 
     def __init__(self, slot: int, parent: Run | Root, start: int) -> None:
         self.slot = slot
@@ -42,6 +45,8 @@ class Run:
         self.keys: list[int] = []
         self.extras: dict[int, bytes] | None = None
         self.children: dict[int, Run] | None = None
+        self.resident = 0
+        self.warm = 0
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -55,8 +60,15 @@ class Run:
         return self.start + len(self.pages)
 
     def page_ids(self, first: int = 0, stop: int | None = None) -> Pages:
-        """A copy of the page ids of entries ``first .. stop - 1`` of this run, of which there is at least one."""
+        """A copy of the places of entries ``first .. stop - 1`` of this run, of which there is at least one."""
         return np.frombuffer(self.pages[first:stop], np.int32)
+
+    def set_resident(self, n: int) -> None:
+        """So many leading entries are on the device from now on; the run above counts its warm children."""
+        parent = self.parent
+        if isinstance(parent, Run):
+            parent.warm += (n > 0) - (self.resident > 0)
+        self.resident = n
 
     def has(self, chain: KeyChain, used: int) -> bool:
         """Whether the first ``used`` entries have the tokens and extras of ``chain`` at their positions.
@@ -80,7 +92,10 @@ class Run:
         return len(mine) == chain.count_extras(self.start, end) and mine.items() <= chain.extras.items()
 
     def append(self, chain: KeyChain, first: int, pages: Ids) -> None:
-        """Adds the chain's pages ``first .. first + len(pages) - 1``, whose bytes lie in ``pages``."""
+        """Adds the chain's pages ``first .. first + len(pages) - 1``, whose bytes lie in device ``pages``.
+
+        All entries before them are on the device.
+        """
         size = TOKEN_BYTES * chain.namer.page_size
         stop = first + len(pages)
         self.tokens += chain.buffer[first * size : stop * size]
@@ -90,10 +105,13 @@ class Run:
             if self.extras is None:
                 self.extras = {}
             self.extras.update(chain.extras_between(first, stop))
+        self.set_resident(len(self.pages))
 
     def pop(self) -> tuple[int, int]:
-        """Drops the last entry. Returns its page and key."""
+        """Drops the last entry. Returns its place and key."""
         position, size = self.end - 1, len(self.tokens) // len(self.pages)
+        if self.resident == len(self.pages):
+            self.set_resident(self.resident - 1)
         del self.tokens[-size:]
         if self.extras and self.extras.pop(position, None) is not None and not self.extras:
             self.extras = None
@@ -101,6 +119,7 @@ class Run:
 
     def cut(self, keep: int) -> None:
         """Drops the entries behind the first ``keep``."""
+        self.set_resident(min(self.resident, keep))
         size = len(self.tokens) // len(self.pages)
         del self.tokens[keep * size :]
         del self.pages[keep:]
@@ -120,6 +139,8 @@ class Run:
         tail.children = self.children
         for child in (tail.children or {}).values():
             child.parent = tail
+        tail.resident, tail.warm = max(0, self.resident - at), self.warm
         self.cut(at)
         self.children = {slot: tail}
+        self.warm = int(tail.resident > 0)
         return tail
