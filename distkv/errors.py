@@ -17,6 +17,9 @@
     +-- SequenceError            a call that the sequence's state forbids       ends: the call
     +-- NoRoom                   pages are short now, later there may be room   ends: the call
     +-- TableError               a batch's tables do not fit into their buffers ends: the call
+    +-- LayoutMismatch           KV pages of another kind than these            ends: the start
+    +-- HostMemoryError          memory for the host tier cannot be had         ends: the start
+    +-- CopyFailed               a page did not get to the other tier           ends: the copy
     +-- InvariantError           the books are wrong: a defect of distkv        ends: the process
     +-- GroupError
         +-- GroupMismatch        agreed fields differ at start                  ends: the start
@@ -37,6 +40,7 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigError",
+    "CopyFailed",
     "DistKVError",
     "DuplicateRequest",
     "GateFailed",
@@ -44,9 +48,11 @@ __all__ = [
     "GroupError",
     "GroupMismatch",
     "GroupTimeout",
+    "HostMemoryError",
     "InputFileError",
     "InvariantError",
     "KeyNamingError",
+    "LayoutMismatch",
     "MessageError",
     "ModelError",
     "NoRoom",
@@ -181,6 +187,33 @@ class TableError(DistKVError, ValueError):
         self.buffer = buffer
         self.needed = needed
         self.has = has
+
+
+class LayoutMismatch(DistKVError, ValueError):
+    """KV pages of another kind than these, or tensors that are no pages at all. ``differences`` maps field to both.
+
+    Bytes of one kind mean nothing in a page of another one, equal size or not.
+    """
+
+    def __init__(self, problem: str, differences: dict[str, tuple[object, object]] | None = None) -> None:
+        super().__init__(problem)
+        self.differences = differences or {}
+
+
+class HostMemoryError(DistKVError, MemoryError):
+    """Memory for the host tier that cannot be had, or not pinned. What was had before is given back.
+
+    ``asked`` and ``got`` are bytes: of the whole tier, and of the chunks before the one that failed.
+    """
+
+    def __init__(self, problem: str, *, asked: int, got: int) -> None:
+        super().__init__(problem)
+        self.asked = asked
+        self.got = got
+
+
+class CopyFailed(DistKVError, RuntimeError):
+    """A page that did not get to the other tier. It is an error of this copy alone: see ``Copy.error``."""
 
 
 class InvariantError(DistKVError, AssertionError):
