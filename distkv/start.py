@@ -1,18 +1,23 @@
-"""What the ranks compare when a group starts."""
+"""What the ranks tell each other when a group starts: what has to be equal, and what each has to know of all."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from distkv.chain import Namer
-from distkv.config import Config, agreed_fields
+from distkv.config import Config, HostConfig, agreed_fields
 from distkv.errors import GroupMismatch, MessageError
 from distkv.group import Group
+from distkv.host.budget import HostAsk, ranks_text, settle
 from distkv.keys import Fingerprint
 
 _PROBE = "key function (key of a probe)"
+_LAYOUT = "layout of the KV memory"
 _NAMING = ("cache.page_size", "cache.key_function")
+_SIZES = ("pages", "gib_per_rank", "gib_per_node", "preemption_pages")
 _POOL = ("pages", "scratch_pages")
 
 
@@ -33,23 +38,54 @@ def check_arguments(config: object, fingerprint: object, group: object) -> None:
                            "ranks; their steps, deadlines and faults would be mixed up")
 
 
-def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:
-    """Compares the agreed fields and a probe key over the group, in one exchange.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a rank knows after the exchange. Nothing is taken yet."""
 
-    Returns the smallest pool of the group, in usable pages. Raises GroupMismatch, on every rank, naming each field
-    that differs and every rank's value. Local fields (pool sizes) may differ, but not in lockstep.
+    smallest_pool: int
+    """Usable pages of the smallest pool of the group."""
+    host_pages: int
+    """Host pages of this rank, those of preemption_pages included; 0: no host tier."""
+    ranks_on_node: int
+    """Ranks that share this rank's node, itself included."""
+    plan: tuple[str, ...]
+    """The host tier of every node, a line each, and what speaks against it; empty if no rank has one."""
+
+
+def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:
+    """:func:`meet` for a cache without a host tier: the smallest pool of the group, in usable pages."""
+    return meet(group, config, namer, usable_pages).smallest_pool
+
+
+def meet(group: Group, config: Config, namer: Namer, usable_pages: int, *, host: HostAsk | None = None) -> Start:
+    """Compares the agreed fields, a probe key and the KV layout, and settles the host tier, in one exchange.
+
+    Raises GroupMismatch, on every rank, naming each field that differs and every rank's value. Local fields (pool
+    sizes) may differ, but not in lockstep. Then ConfigError, the same on every rank, if a rank's host tier is
+    impossible or is not to be had on its node: before anything of it is taken. ``host``: where this rank is; None: all
+    ranks in one place, and pages without bytes.
     """
+    host = host if host is not None else HostAsk()
     fields = agreed_fields(config)
     if config.cache.agreement == "lockstep":
         fields |= {f"pool.{name} (equal in lockstep)": str(getattr(config.pool, name)) for name in _POOL}
     fields |= {f"fingerprint.{name}": str(value) for name, value in asdict(namer.fingerprint).items()}
+    fields[_LAYOUT] = str(host.layout)
     fields[_PROBE] = namer.probe()
-    mine = json.dumps({"fields": fields, "pages": usable_pages}, sort_keys=True).encode()
-    all_ranks = [json.loads(data) for data in group.exchange(mine)]
-    names = sorted({name for rank in all_ranks for name in rank["fields"]})
+    sizes = {name: getattr(config.host, name) for name in _SIZES}
+    mine = {"fields": fields, "pages": usable_pages, "host": sizes, "ask": asdict(host)}
+    told = group.exchange(json.dumps(mine, sort_keys=True).encode())
+    all_ranks = [json.loads(data) for data in told]
+    _compare([rank["fields"] for rank in all_ranks], group.rank)
+    smallest = min(int(rank["pages"]) for rank in all_ranks)
+    return _settled(all_ranks, group.rank, smallest)
+
+
+def _compare(fields: Sequence[dict[str, str]], rank: int) -> None:
+    names = sorted({name for each in fields for name in each})
     differing = {}
     for name in names:
-        values = [str(rank["fields"].get(name, "(not there)")) for rank in all_ranks]
+        values = [str(each.get(name, "(not there)")) for each in fields]
         if len(set(values)) > 1:
             differing[name] = values
     # The probe's key follows from these fields: it is named only if none of them explains it.
@@ -57,5 +93,16 @@ def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int
     if explained:
         differing.pop(_PROBE, None)
     if differing:
-        raise GroupMismatch(differing, rank=group.rank)
-    return min(int(rank["pages"]) for rank in all_ranks)
+        raise GroupMismatch(differing, rank=rank)
+
+
+def _settled(all_ranks: Sequence[dict[str, Any]], rank: int, smallest: int) -> Start:
+    hosts = [HostConfig(**each["host"]) for each in all_ranks]
+    budgets = settle(hosts, [HostAsk(**each["ask"]) for each in all_ranks])
+    mine = next(budget for budget in budgets if any(share.rank == rank for share in budget.shares))
+    pages = {share.rank: share.pages for budget in budgets for share in budget.shares}
+    lines = [budget.line() for budget in budgets] if any(pages.values()) else []
+    without = sorted(other for other, has in pages.items() if not has)
+    if lines and without:
+        lines.append(f"no host tier on {ranks_text(without)}: what is not on every rank is loaded on none")
+    return Start(smallest_pool=smallest, host_pages=pages[rank], ranks_on_node=len(mine.shares), plan=tuple(lines))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["columns", "gib", "size"]
+from distkv._text import size
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+__all__ = ["columns", "gib", "size"]
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
@@ -17,14 +17,6 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in table
     )
-
-
-def size(n: int) -> str:
-    """Bytes in the unit that fits: ``1,536 B``, ``1.50 MiB``."""
-    value, unit = float(n), 0
-    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{n:,} B" if unit == 0 else f"{value:,.2f} {_UNITS[unit]}"
 
 
 def gib(n: int) -> str:
