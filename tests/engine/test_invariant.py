@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +24,13 @@ from distkv.engine.pool import KVPool
 from distkv.engine.tiles import ROWS, SIZES
 from distkv.errors import ModelError, NotInvariant
 from distkv.testing.processes import run_ranks
+from distkv.torch_group import deadline
 from tests.engine import tiny
 from tests.engine.test_model import single_pass
 
 Folders = Callable[[str, int], Path]
 KV_HEADS = {"llama": 4, "qwen3": 12}
+STUCK_S = 25.0  # no rank waits so long for another one, but in a barrier
 
 
 def case(seed: int, longest: int = 600) -> Case:
@@ -36,7 +39,7 @@ def case(seed: int, longest: int = 600) -> Case:
 
 
 def load(folder: Path, dtype: str = "float32", group: dist.ProcessGroup | None = None) -> Model:
-    return load_model(ModelConfig(source=str(folder), dtype=dtype), group, timeout_s=200.0)  # one rank waits for three
+    return load_model(ModelConfig(source=str(folder), dtype=dtype), group, timeout_s=STUCK_S)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,6 +258,13 @@ def by_gathering(parts: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
+def quick() -> Iterator[None]:
+    """One draw for each product: for self-tests that end with something else."""
+    with patch.object(invariant, "_DRAWS", 1):
+        yield
+
+
+@contextmanager
 def failing_kernel() -> Iterator[None]:
     """The test of the kernels ends with an error that nobody expects."""
     with patch.object(invariant, "_query_tiles", side_effect=ValueError("no such kernel")):
@@ -262,18 +272,54 @@ def failing_kernel() -> Iterator[None]:
 
 
 @contextmanager
-def failing_pass() -> Iterator[None]:
-    """The model runs out of memory in its second layer, when the others wait for its part of the sum."""
+def before_second_attention(do: Callable[[], object]) -> Iterator[None]:
+    """In the whole model's passes, when the other ranks go on to wait for this one's part of a sum."""
     attend, calls = tiles.Attention.__call__, iter(range(10_000))
 
-    def failing(self: tiles.Attention, *args: Any) -> torch.Tensor:
+    def doing(self: tiles.Attention, *args: Any) -> torch.Tensor:
         if next(calls) == 1:
-            raise MemoryError("no more")
+            do()
         return attend(self, *args)
 
     kernels = patch.object(invariant, "_query_tiles", lambda model: SIZES)
-    with kernels, patch.object(tiles.Attention, "__call__", failing):
+    with kernels, patch.object(tiles.Attention, "__call__", doing):
         yield
+
+
+def out_of_memory() -> None:
+    raise MemoryError("no more")
+
+
+def failing_pass() -> AbstractContextManager[None]:
+    return before_second_attention(out_of_memory)
+
+
+def one_by_one(rank: int, group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Rank 2 waits for the sum; then rank 1 fails; then rank 0 comes, and cannot send rank 2 its part any more."""
+    store = dist.group.WORLD.get_group_store()
+
+    def wait_and_fail() -> None:
+        store.wait(["rank 2 waits"], timedelta(seconds=STUCK_S))
+        out_of_memory()
+
+    def come_after_the_failure() -> None:
+        with pytest.raises(RuntimeError, match="gloo/"):
+            dist.recv(torch.zeros(1), group=group, group_src=1, tag=7)  # which rank 1 never sends
+
+    def tell_when_waiting() -> None:
+        def told(seconds: float) -> timedelta:  # called when all sends and receives of the sum are begun
+            store.set("rank 2 waits", b"")
+            return deadline(seconds)
+
+        stack.enter_context(patch.object(tensor_parallel, "deadline", told))
+
+    @contextmanager
+    def in_order() -> Iterator[None]:
+        with stack, before_second_attention([come_after_the_failure, wait_and_fail, tell_when_waiting][rank]):
+            yield
+
+    stack = ExitStack()
+    return in_order()
 
 
 def own_pages() -> Any:
@@ -282,9 +328,9 @@ def own_pages() -> Any:
 
 
 def failed(folder: Path, tp_group: dist.ProcessGroup, beside: dist.ProcessGroup | None, fault: Any) -> list[str]:
-    """What a rank raises if the group's rank 1 fails, and what was before it; the model is as it was."""
+    """What a rank raises under a fault, and what was before it; the model is as it was."""
     model = load(folder, "float32", tp_group)
-    with (fault() if dist.get_rank(tp_group) == 1 else nullcontext()), pytest.raises(Exception) as caught:
+    with quick(), fault, pytest.raises(Exception) as caught:
         enable(model, beside)
     assert model.query_tiles is None and not any("forward" in vars(module) for module in model.module.modules())
     error = caught.value
@@ -292,61 +338,72 @@ def failed(folder: Path, tp_group: dist.ProcessGroup, beside: dist.ProcessGroup 
     return [type(error).__name__, text, type(error.__cause__).__name__]
 
 
-def ranks_case(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def degree_case(tp: int, folder: Path, group: dist.ProcessGroup, beside: dist.ProcessGroup) -> dict[str, Any]:
+    """All cases of one degree. Where something fails, it is on rank 1."""
+    rank, seen = dist.get_rank(group), dict[str, Any]()
+    for dtype in ("float32", "bfloat16"):
+        model = load(folder, dtype, group)
+        enable(model)
+        seen[dtype] = [found for seed in range(4) for found in differences(model, case(seed, 200))]
+    model = load(folder, "float32", group)
+    with ring(), untested():
+        enable(model)
+        seen["ring"] = sum(bool(differences(model, case(seed, 300))) for seed in range(3)) > 0
+    part = torch.randn(7, 96, generator=torch.Generator().manual_seed(rank))
+    seen["gathered"] = by_gathering(part, group)
+
+    def on_1(fault: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+        return fault() if rank == 1 else nullcontext()
+
+    seen["queries"] = failed(folder, group, None, on_1(queries))
+    seen["kernel"] = failed(folder, group, None, on_1(failing_kernel))
+    # the last calls over these groups
+    if tp == 2:
+        seen["pass"] = failed(folder, group, beside, on_1(failing_pass))
+    if tp == 3:
+        seen["pages"] = failed(folder, group, None, on_1(own_pages))
+        seen["pass"] = failed(folder, group, None, one_by_one(rank, group))
+    return seen
+
+
+def ranks_case(rank: int, world_size: int, folder: Path) -> dict[int, dict[str, Any]]:
     """All degrees in one start: groups of 2, 3 and 4 ranks, made by all in one order."""
     members = {2: [[0, 1], [2, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]]}
-    groups = {tp: [dist.new_group(ranks) for ranks in of_degree] for tp, of_degree in members.items()}
-    besides = [dist.new_group(ranks) for ranks in members[2]]
-    seen: dict[str, Any] = {}
+    stuck = timedelta(seconds=STUCK_S)
+    groups = {tp: [dist.new_group(ranks, stuck) for ranks in of_degree] for tp, of_degree in members.items()}
+    besides = [dist.new_group(ranks, stuck) for ranks in members[2]]
+    seen = {}
     for tp, of_degree in groups.items():
-        mine = [group for group in of_degree if dist.get_rank(group) >= 0]
-        if not mine:
-            continue
-        for dtype in ("float32", "bfloat16"):
-            model = load(folder, dtype, mine[0])
-            enable(model)
-            seen[f"{tp} {dtype}"] = [found for seed in range(4) for found in differences(model, case(seed, 200))]
-        model = load(folder, "float32", mine[0])
-        with ring(), untested():
-            enable(model)
-            seen[f"{tp} ring"] = sum(bool(differences(model, case(seed, 300))) for seed in range(3)) > 0
-        part = torch.randn(7, 96, generator=torch.Generator().manual_seed(rank))
-        seen[f"{tp} gathered"] = by_gathering(part, mine[0])
-        model = load(folder, "float32", mine[0])
-        with (queries() if dist.get_rank(mine[0]) == 1 else nullcontext()), pytest.raises(NotInvariant) as caught:
-            enable(model)
-        seen[f"{tp} refused by"] = caught.value.failed_rank, model.query_tiles
-        seen[f"{tp} kernel"] = failed(folder, mine[0], None, failing_kernel)
-        if tp == 3:
-            seen["3 pages"] = failed(folder, mine[0], None, own_pages)
-        if tp < 4:  # the last calls over these groups
-            seen[f"{tp} pass"] = failed(folder, mine[0], besides[rank // 2] if tp == 2 else None, failing_pass)
+        for group in of_degree:
+            if dist.get_rank(group) >= 0:
+                seen[tp] = degree_case(tp, folder, group, besides[rank // 2])
+        dist.barrier()  # of all, with the deadline of the whole test: one rank has no part in a group of three
     return seen
 
 
 def test_two_three_and_four_ranks(folders: Folders) -> None:
-    results = run_ranks(ranks_case, 4, (folders("llama", 12),), timeout_s=300.0)
-    degrees = {0: (2, 3, 4), 1: (2, 3, 4), 2: (2, 3, 4), 3: (2, 4)}
-    for rank, seen in enumerate(results):
-        for tp in degrees[rank]:
-            assert seen.pop(f"{tp} float32") == []
-            assert seen.pop(f"{tp} bfloat16") == []
-            assert seen.pop(f"{tp} ring") == (tp > 2), "two parts have one order only"
-            assert seen.pop(f"{tp} gathered")
-            assert seen.pop(f"{tp} refused by") == (1, None)
-            fails = rank == (3 if tp == 2 and rank > 1 else 1)
+    results = run_ranks(ranks_case, 4, (folders("llama", 12),), timeout_s=150.0)
+    assert [list(by_degree) for by_degree in results] == [[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 4]]
+    for number, by_degree in enumerate(results):
+        for tp, seen in by_degree.items():
+            assert seen.pop("float32") == []
+            assert seen.pop("bfloat16") == []
+            assert seen.pop("ring") == (tp > 2), "two parts have one order only"
+            assert seen.pop("gathered")
+            fails = number == (3 if tp == 2 and number > 1 else 1)
             text = "of rank 1, the self-test ended with {}".format
-            assert seen.pop(f"{tp} kernel") == (["ValueError", "no such kernel", "NoneType"] if fails else
-                                                ["NotInvariant", text("ValueError: no such kernel"), "NoneType"])
+            kind, said, _ = seen.pop("queries")
+            assert kind == "NotInvariant" and said.startswith("of rank 1, attention, ")
+            assert seen.pop("kernel") == (["ValueError", "no such kernel", "NoneType"] if fails else
+                                          ["NotInvariant", text("ValueError: no such kernel"), "NoneType"])
             if tp == 3:
-                assert seen.pop("3 pages")[1].startswith("of rank 1, the whole model in float32 on cpu")
-            if tp == 4:
-                continue
-            kind, said, before = seen.pop(f"{tp} pass")
-            if fails:
-                assert [kind, said] == ["MemoryError", "no more"]
-            elif tp == 2:  # what it noticed first was the broken connection, and not the deadline
-                assert [kind, said, before] == ["NotInvariant", text("MemoryError: no more"), "PeerLost"]
-            else:
-                assert kind == "PeerLost"
-        assert not seen
+                assert seen.pop("pages")[1].startswith("of rank 1, the whole model in float32 on cpu")
+            if tp < 4:
+                kind, said, before = seen.pop("pass")
+                if fails:
+                    assert [kind, said] == ["MemoryError", "no more"]
+                elif tp == 2:  # what it noticed first was the broken connection, and not the deadline
+                    assert [kind, said, before] == ["NotInvariant", text("MemoryError: no more"), "PeerLost"]
+                else:
+                    assert kind == "PeerLost"
+            assert not seen
