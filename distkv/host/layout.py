@@ -39,6 +39,12 @@ class KVLayout:
         elements = self.layers * self.planes * self.page_size * self.kv_heads * self.head_dim
         return elements * self.item_bytes
 
+    @property
+    def text(self) -> str:
+        """In one line, for the log and to be compared between ranks: without the shard."""
+        return (f"{self.dtype}, {self.page_size} tokens, {self.layers} layers, {self.planes} planes, {self.kv_heads} "
+                f"KV heads of {self.head_dim}, {self.bytes_per_page} bytes as {self.order}")
+
     def check_same(self, other: KVLayout) -> None:
         """Raises LayoutMismatch, which names every field that differs, unless pages of ``other`` are pages of this."""
         theirs = asdict(other)
