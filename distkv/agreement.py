@@ -7,10 +7,12 @@ decided is a function of the list at begin and of the minimum. The collective in
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import islice
 
 from distkv import ballot as ballots
-from distkv.ballot import Ballot, Decision, Pending, Row, Vector
-from distkv.books import Books, Call
+from distkv.admission import own
+from distkv.ballot import Ballot, Decision, Pending, Slots, Vector
+from distkv.books import Books, Call, Scope
 from distkv.encoding import encode
 from distkv.errors import (
     DuplicateRequest,
@@ -22,11 +24,13 @@ from distkv.errors import (
     SequenceError,
 )
 from distkv.keys import tag_of
-from distkv.pages import Positions
+from distkv.preemption import Preemption
+from distkv.prefetch import prefetch
 from distkv.reasons import Reason
-from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
+from distkv.request import Message, Refused, Request, StepResult, Waiting
 from distkv.sequence import Sequence
 from distkv.stats import Counters
+from distkv.waiting import WaitingQueue
 
 _GONE = 32
 """Ended sequences whose names are remembered, for errors."""
@@ -35,24 +39,27 @@ _GONE = 32
 class Agreement:
     """What this rank has agreed on with the others. Owns the queue, the running sequences and the ballot in flight."""
 
-    def __init__(self, books: Books, rank: int, queue_slots: int, heartbeat: int, smallest_pool: int, *,
+    def __init__(self, books: Books, rank: int, slots: Slots, heartbeat: int, smallest_pool: int, *,
                  alone: bool) -> None:
         """``alone``: a group of one, in which no minimum is a collective."""
         self.books = books
         self.rank = rank
-        self.queue_slots = queue_slots
+        self.slots = slots
         self.heartbeat = heartbeat
         self.smallest_pool = smallest_pool
         self.alone = alone
-        self.queue: list[Pending] = []
-        self._waiting: dict[str, Pending] = {}  # those of the queue that are not aborted, by id
+        self.queue = WaitingQueue()
         self.running: dict[str, Sequence] = {}
+        self.loading: dict[str, Sequence] = {}
+        """Those of the running that are being read in, in order of admission."""
+        self.preemption = Preemption(books)
+        self.prefetch = False
+        """Whether requests that wait have their host pages loaded already."""
         self.counters = Counters()
         self.reasons: Counter[Reason] = Counter()
         self.ballot: Ballot | None = None
         self._began = False
         self._collective = False
-        self._aborted_in_flight = False
         self._refused: list[Refused] = []
         self._leftover = 0
         self._last_ballot = 0
@@ -68,11 +75,23 @@ class Agreement:
         pending.note(self.books)
         error = self._why_refused(pending)
         if error is None:
-            self.queue.append(pending)
-            self._waiting[request.id] = pending
+            self.queue.add(pending)
         else:
-            self.counters.refused += 1
-            self._refused.append(Refused(request.id, error))
+            self._refuse(request.id, error)
+
+    def resume(self, request_id: str, output_limit: int | None = None) -> None:
+        """Puts a suspended request at the head of the queue. Unknown ids are ignored: it may have been aborted."""
+        request = self.preemption.resume(request_id, output_limit)
+        if request is None:
+            return
+        pending = Pending.of(request, self.books.renamed(request.chain).branch(), self.books.page_size)
+        pending.note(self.books)
+        error = self._why_refused(pending)
+        if error is None:
+            self.queue.put_back([pending])
+        else:
+            self.preemption.forget(request_id)
+            self._refuse(request_id, error)
 
     def abort(self, request_id: str) -> None:
         """Ends a waiting or running request. Unknown ids are ignored."""
@@ -82,42 +101,49 @@ class Agreement:
             return
         # The same note as Sequence.abort: the ranks may hear of it before or after the end of a step.
         self.books.note(Call.ABORT, tag_of(request_id))
-        pending = self._waiting.pop(request_id, None)
-        if pending is not None:
-            pending.aborted = True
-            if self.ballot is None:
-                self.queue.remove(pending)
-            else:
-                self._aborted_in_flight = True
+        self.queue.abort(request_id, in_flight=self.ballot is not None)
+        self.preemption.forget(request_id)
 
     def forget_waiting(self) -> None:
         """Nothing waits any more, on this rank: for closing."""
         self.queue.clear()
-        self._waiting.clear()
+        self.preemption.clear()
 
-    def next_epoch(self, weights_version: str | None) -> None:
-        """A reset, or with a version a weights bump: matches of the ballot in flight count 0 at commit."""
+    def next_epoch(self, weights_version: str | None, scope: Scope = "all") -> None:
+        """A reset, or with a version a weights bump: matches of the ballot in flight count 0 at commit.
+
+        Sequences that are being read in give back what they have and wait again, at the head of the queue.
+        """
         # Whether a ballot is in flight decides what becomes of its matches, so the digest has to tell.
-        self.books.note(Call.NEXT_EPOCH, self.ballot is not None, data=encode(weights_version))
-        self.books.next_epoch(weights_version)
+        self.books.note(Call.NEXT_EPOCH, self.ballot is not None, data=encode(weights_version, scope))
+        self.books.next_epoch(weights_version, scope)
         for pending in self.queue:
             pending.chain = self.books.renamed(pending.chain)
+        self._put_back(list(self.loading.values()), read_in=True)
 
     @property
     def leftover(self) -> int:
         """The agreed room less what was granted and grown since; 0 while a ballot is in flight."""
         return 0 if self.ballot is not None else self._leftover
 
-    def grow(self, sequence: Sequence, pages: int) -> None:
-        """Reserves ``pages`` more out of the leftover. Raises NoRoom, with nothing reserved, if it is smaller."""
+    def grow(self, sequence: Sequence, pages: int, *, wait: bool = False) -> bool:
+        """Reserves ``pages`` more out of the leftover; False: it is smaller, and the next ballots serve this first.
+
+        Without ``wait`` it raises NoRoom instead, with nothing reserved.
+        """
         if pages < 0:
             raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")
+        if wait and (pages > self.leftover or self.preemption.growing):
+            sequence._must_run("grow")
+            self.preemption.grow_later(sequence, pages)
+            return False
         if pages > self.leftover:
             ended = self.books.retiring_sequences
             raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}"
                          + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
         sequence._grow(pages)
         self._leftover -= pages
+        return True
 
     # ---- the step
 
@@ -125,7 +151,8 @@ class Agreement:
         """Applies the message and fills the ballot. Gives this rank's part of the collective; None: there is none.
 
         Whether there is one is known from agreed facts alone, before anything that can fail on one rank: a request
-        waits or comes in, or the heartbeat is due. What fails from there on is voted as a fault.
+        waits or comes in, a sequence is being read in or asks for more pages, or the heartbeat is due. What fails from
+        there on is voted as a fault.
         """
         if self._began:
             raise SequenceError("begin_step was called twice; end_step comes in between")
@@ -139,8 +166,10 @@ class Agreement:
 
     def _filled(self, message: Message) -> Vector | None:
         """This rank's ballot, or its fault; None if nothing has to be decided."""
-        due = bool(self.queue) or bool(message.requests) or self._heartbeat_due()
+        due = bool(self.queue or message.requests or message.resumes or self.loading or self.preemption.growing
+                   or self._heartbeat_due())
         try:
+            self.books.poll()
             self._apply(message)
             return self._fill() if due else None
         except Exception as error:  # noqa: BLE001
@@ -151,7 +180,7 @@ class Agreement:
             if self.ballot is None:
                 self.ballot = self._new_ballot()
             self.ballot.let_go(self.books)
-            return ballots.fault(self.rank, self.queue_slots)
+            return ballots.fault(self.rank, self.slots)
         except BaseException:  # an interrupt is not voted on
             self.give_up()
             raise
@@ -164,20 +193,35 @@ class Agreement:
         return own
 
     def _fill(self) -> Vector:
-        self.ballot = self._new_ballot()
-        if self._fault is not None:
-            raise self._fault
-        queue = self.queue[: self.queue_slots]
-        self.books.note(Call.STEP, self.ballot.step, self.ballot.epoch, *(pending.tag for pending in queue))
+        queue = self.queue.first(self.slots.queue)
         for pending in queue:
             pending.ballots += 1
-        ballots.fill(self.ballot, self.books, queue)
-        return ballots.encode(self.ballot, self.books.digest, self.queue_slots)
+        free = next((i for i, pending in enumerate(queue) if self._being_read_in(pending)), len(queue))
+        if self._fault is None and self.prefetch:
+            prefetch(queue[:free], self.books)
+        self.ballot = ballot = self._new_ballot()
+        if self._fault is not None:
+            raise self._fault
+        read_in = [tag_of(sequence.id) for sequence in ballot.loads]
+        self.books.note(Call.STEP, ballot.step, self.books.epoch, *(pending.tag for pending in queue), *read_in)
+        ballot.behind = tuple(queue[free:])
+        ballots.fill(ballot, self.books, queue[:free])
+        return ballots.encode(ballot, self.books.digest, self.slots)
+
+    def _being_read_in(self, pending: Pending) -> bool:
+        """Whether pages of this request are being read in for another one: agreed, as names and lengths are."""
+        if not pending.read_in:
+            return False
+        keys, limit = pending.chain.keys, pending.limit
+        return any(at < limit and keys[at] == sequence.chain.keys[at]
+                   for sequence in self.loading.values() if (at := sequence.reads_from) is not None)
 
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
         self._leftover = 0  # whatever becomes of this ballot
-        return Ballot(self.books.step, self.books.epoch, self.books.room)
+        loads = tuple(islice(self.loading.values(), self.slots.loading))
+        return Ballot(self.books.step, self.books.generation, self.books.room, loads=loads,
+                      growths=self.preemption.asked(), victims=self.preemption.victims(self.running))
 
     def end(self, minimum: Vector | None) -> StepResult:
         """Commits what follows from the minimum (None after a step without a collective).
@@ -203,7 +247,7 @@ class Agreement:
         if self.ballot is not None:
             self.ballot.let_go(self.books)
             self.ballot = None
-        self._drop_aborted()
+        self.queue.drop_aborted()
 
     # ---- inside
 
@@ -212,6 +256,8 @@ class Agreement:
             self.next_epoch(message.weights_version)
         for request_id in message.aborts:
             self.abort(request_id)
+        for request_id in reversed(message.resumes):
+            self.resume(request_id)
         for request in message.requests:
             self.submit(request)
 
@@ -219,8 +265,12 @@ class Agreement:
         request_id = pending.request.id
         if pending.total > self.smallest_pool:
             return RequestTooLarge(request_id, pending.total, self.smallest_pool)
-        taken = request_id in self._waiting or request_id in self.running
+        taken = request_id in self.queue or request_id in self.running or request_id in self.preemption.suspended
         return DuplicateRequest(request_id) if taken else None
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        self.counters.refused += 1
+        self._refused.append(Refused(request_id, error))
 
     def _raise_faults(self, ballot: Ballot, minimum: Vector) -> None:
         failed = ballots.failed_rank(minimum)
@@ -236,77 +286,101 @@ class Agreement:
 
     def _commit(self, ballot: Ballot, minimum: Vector) -> StepResult:
         """Own the agreed pages of all admitted, then drop every hold, and only then may anything be opened."""
-        void = ballot.epoch != self.books.epoch
-        decision = ballots.decide(minimum, [row.pending.total for row in ballot.rows], void=void)
+        void = ballot.generation != self.books.generation
+        decision = ballots.decide(minimum, [row.pending.total for row in ballot.rows],
+                                  [pages for _, pages in ballot.growths], void=void)
         admitted = list(zip(ballot.rows, decision.admitted, strict=False))
-        granted = [(row, self._own(row, agreed)) for row, agreed in admitted if not row.pending.aborted]
+        grants = [own(row, *agreed, self.books) for row, agreed in admitted if not row.pending.aborted]
         ballot.let_go(self.books)
         for row, _ in admitted:
-            self.queue.remove(row.pending)
-            if not row.pending.aborted:
-                del self._waiting[row.pending.request.id]
-        self._drop_aborted()
-        ready = tuple(self._admit(row, pages, void) for row, pages in granted)
+            self.queue.admitted(row.pending)
+        self.queue.drop_aborted()
+        ready = self._read_in(ballot, minimum)
+        grown = self.preemption.grant(ballot.growths[: decision.grown])
+        for grant in grants:
+            sequence = grant.sequence(self.books, void, self._ended)
+            self.running[sequence.id] = sequence
+            if sequence.read_in_progress:
+                self.loading[sequence.id] = sequence
+            else:
+                ready.append(self._ready(sequence))
+        if self.books.tier is not None:
+            self.books.tier.flush()
         self._leftover = decision.leftover
-        return self._result(ready, decision, ballot)
+        return self._result(tuple(ready), grown, decision, ballot)
 
-    def _own(self, row: Row, agreed: int) -> Positions:
-        pages = row.held[:agreed]
-        self.books.pool.own(pages)
-        return pages
+    def _read_in(self, ballot: Ballot, minimum: Vector) -> list[Sequence]:
+        """Sequences that all ranks have read in whole run; those whose reading ended short wait again."""
+        ready: list[Sequence] = []
+        short: list[Sequence] = []
+        for sequence, pages in zip(ballot.loads, ballots.restored(minimum, self.slots, len(ballot.loads)), strict=True):
+            if pages is None or sequence.ended:  # still loading; or aborted or put back since begin
+                continue
+            if sequence.read_in_whole(pages):
+                del self.loading[sequence.id]
+                sequence._loaded()
+                ready.append(self._ready(sequence))
+            else:
+                short.append(sequence)
+        self.counters.short_read_ins += len(short)
+        self._put_back(short, read_in=False)
+        return ready
 
-    def _admit(self, row: Row, pages: Positions, void: bool) -> Sequence:
-        pending, books = row.pending, self.books
-        reason = self._reason(row, len(pages), void)
-        record = RequestRecord(
-            request_id=pending.request.id, prompt_tokens=len(pending.chain), matched=len(row.match),
-            restorable=len(row.match), agreed=len(pages), cached_tokens=len(pages) * books.page_size, reason=reason,
-        )
-        books.promise(pending.total - len(pages))
-        books.used(pages)
-        books.index.collisions += row.match.collided
-        sequence = Sequence(books, pending.request, pending.chain, pages, pending.total, record, self._ended)
-        self.running[sequence.id] = sequence
-        self.counters.requests += 1
-        self.counters.prompt_tokens += record.prompt_tokens
-        self.counters.cached_tokens += record.cached_tokens
-        self.reasons[reason] += 1
+    def _put_back(self, sequences: list[Sequence], *, read_in: bool) -> None:
+        """They give back what they have and are admitted again, ahead of all others; ``read_in``: from either tier."""
+        pendings = []
+        for sequence in sequences:
+            sequence._give_back()
+            pending = Pending.of(sequence.request, self.books.renamed(sequence.chain).branch(), self.books.page_size)
+            pending.ballots, pending.read_in = 1, read_in
+            pendings.append(pending)
+        self.queue.put_back(pendings)
+
+    def _ready(self, sequence: Sequence) -> Sequence:
+        """It runs from now on: this is when it counts."""
+        record, counters = sequence.record, self.counters
+        counters.requests += 1
+        counters.prompt_tokens += record.prompt_tokens
+        counters.cached_tokens += record.cached_tokens
+        counters.host_tokens += record.host_tokens
+        self.reasons[record.reason] += 1
         return sequence
-
-    def _reason(self, row: Row, agreed: int, void: bool) -> Reason:
-        match, pending = row.match, row.pending
-        if not pending.request.read:
-            return Reason.NOT_READ
-        if void:
-            return Reason.BUMP_OR_RESET
-        cap = pending.cap
-        whole = (len(pending.chain) - 1) // self.books.page_size
-        if agreed < len(match) or (cap is not None and agreed == cap < whole):
-            return Reason.GROUP_MINIMUM
-        return self.books.index.memory.explain(pending.chain, len(match), match.leaf, match.used)
 
     def _ended(self, sequence: Sequence) -> None:
         del self.running[sequence.id]
-        self._gone.append(sequence.id)
+        self.loading.pop(sequence.id, None)
+        if sequence.to_resume is not None:
+            self.preemption.suspend(sequence.to_resume)
+            self.counters.suspended += 1
+        elif sequence.ended != "put back":
+            self._gone.append(sequence.id)
 
     def _history(self) -> str:
-        return self.books.history({tag_of(name): name for name in (*self._gone, *self._waiting, *self.running)})
+        names = (*self._gone, *self.queue.ids, *self.running, *self.preemption.suspended)
+        return self.books.history({tag_of(name): name for name in names})
 
-    def _drop_aborted(self) -> None:
-        if self._aborted_in_flight:
-            self._aborted_in_flight = False
-            self.queue = [p for p in self.queue if not p.aborted]
-
-    def _result(self, ready: tuple[Sequence, ...] = (), decision: Decision | None = None,
-                ballot: Ballot | None = None) -> StepResult:
+    def _result(self, ready: tuple[Sequence, ...] = (), grown: tuple[Sequence, ...] = (),
+                decision: Decision | None = None, ballot: Ballot | None = None) -> StepResult:
         refused, self._refused = tuple(self._refused), []
-        waiting = []
+        waiting: list[Waiting] = []
+        to_preempt: tuple[str, ...] = ()
         if ballot is not None and decision is not None:
-            for i, row in enumerate(ballot.rows[len(decision.admitted) :]):
+            rows = ballot.rows[len(decision.admitted) :]
+            for i, row in enumerate(rows):
                 if not row.pending.aborted:
                     why = ("behind it", 0) if i else ("no room", decision.short)
                     waiting.append(Waiting(row.pending.request.id, *why))
+            waiting += self._behind(ballot, first=not rows)
+            if decision.grown < len(ballot.growths):
+                to_preempt = ballot.victims
         return StepResult(
-            step=self.books.step, ready=ready, waiting=tuple(waiting), refused=refused, leftover=self._leftover,
-            collective=self._collective,
+            step=self.books.step, ready=ready, loading=tuple(self.loading.values()), waiting=tuple(waiting),
+            refused=refused, grown=grown, to_preempt=to_preempt, leftover=self._leftover, collective=self._collective,
         )
+
+    @staticmethod
+    def _behind(ballot: Ballot, *, first: bool) -> list[Waiting]:
+        """Those that had no row, because the first of them waits for a load."""
+        those = [p for p in ballot.behind if not p.aborted]
+        return [Waiting(p.request.id, "being read in" if first and p is ballot.behind[0] else "behind it")
+                for p in those]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as AbstractSequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from distkv.chain import KeyChain, Namer
 from distkv.entries import Match
 from distkv.errors import InvariantError, NoRoom
+from distkv.host.tier import HostTier
 from distkv.index import PrefixIndex
 from distkv.keys import roll
 from distkv.pages import Ids, PagePool, Pages, positions
+from distkv.tiered import TieredIndex
 
 
 class Call(IntEnum):
@@ -30,6 +33,8 @@ class Call(IntEnum):
     GROW = 8
     NEXT_EPOCH = 9
     STEP = 10
+    SUSPEND = 15
+    RESUME = 16
     # in lockstep only, where more has to be equal
     FOUND = 11
     END = 12
@@ -38,7 +43,10 @@ class Call(IntEnum):
 
 
 _OF_A_REQUEST = frozenset({Call.SUBMIT, Call.OPEN, Call.APPEND, Call.COMMIT, Call.TRUNCATE, Call.FINISH, Call.ABORT,
-                           Call.GROW})
+                           Call.GROW, Call.SUSPEND, Call.RESUME})
+Scope = Literal["all", "device", "host"]
+"""Which tiers a reset empties."""
+
 _REMEMBERED = 32
 """Calls that an error about ranks that diverged can tell."""
 
@@ -60,22 +68,34 @@ class Books:
     index holds, and holds are kept within the room by the agreement.
     """
 
-    def __init__(self, pages: int, scratch: int, namer: Namer, *, store_at_fill: bool, asynchronous: bool,
-                 lockstep: bool = False) -> None:
+    def __init__(self, pool: PagePool, namer: Namer, *, tier: HostTier | None = None, store_at_fill: bool = False,
+                 asynchronous: bool = False, lockstep: bool = False) -> None:
         self.namer = namer
         self.page_size = page_size = namer.page_size
-        self.pool = PagePool(pages, scratch)
-        self.index = PrefixIndex(self.pool, page_size)
+        self.pool = pool
+        self.tier = tier
+        self.index: PrefixIndex
+        self.tiered: TieredIndex | None = None
+        """The index, if it has two tiers."""
+        if tier is None:
+            self.index = PrefixIndex(pool, page_size)
+        else:
+            self.index = self.tiered = TieredIndex(pool, page_size, tier)
         self.store_at_fill = store_at_fill
         self.asynchronous = asynchronous
         self.reserved = 0
         self.epoch = 0
+        """Sequences of an earlier one do not store: a reset or new weights came since."""
+        self.generation = 0
+        """Matches of an earlier one do not count: entries left, in a reset of either tier or for new weights."""
         self.step = 0
         self.digest = 0
         self._retiring: deque[tuple[int, Ids]] = deque()
         self._last: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_REMEMBERED)
         self._remember = self._last.append
         self.lockstep = lockstep
+        self.prefill_s_per_token: float | None = None
+        """What computing a token of a prompt takes, as the engine has measured; None: unknown, every load is made."""
 
     @property
     def room(self) -> int:
@@ -115,8 +135,12 @@ class Books:
         return chain if chain.namer is self.namer else chain.renamed(self.namer)
 
     def match(self, chain: KeyChain, limit: int) -> Match:
-        """The verified match of at most ``limit`` pages. Changes nothing."""
+        """The verified match of at most ``limit`` pages, in both tiers. Changes nothing."""
         return self.index.match(chain, limit)
+
+    def on_device(self, match: Match) -> int:
+        """How many leading pages of the match are on the device."""
+        return len(match) if self.tiered is None else self.tiered.on_device(match)
 
     def promise(self, n: int) -> None:
         """Reserves ``n`` pages out of the room. The agreement has made sure that they are there."""
@@ -128,19 +152,55 @@ class Books:
         The caller owns them and lowers its reservation. Raises NoRoom, with nothing taken, if the pool cannot give
         them, which a reservation rules out.
         """
+        pages = self._take(n)
+        self.reserved -= n
+        if self.tier is not None:
+            self.tier.written_next(pages)
+        return pages
+
+    def take_for_load(self, n: int, *, reserved: bool) -> Pages:
+        """:meth:`take` for pages that copies will write; ``reserved``: out of a reservation, and not of the room."""
+        pages = self._take(n)
+        self.reserved -= n if reserved else 0
+        return pages
+
+    def _take(self, n: int) -> Pages:
         short = n - self.pool.free
         if short > 0:
             self.index.evict(short)
             if self.pool.free < n:
                 raise NoRoom(n - self.pool.free, "opening pages inside a reservation")
-        pages = self.pool.take(n)
-        self.reserved -= n
-        return pages
+        return self.pool.take(n)
 
-    def used(self, pages: Ids) -> None:
-        """A match was used: one hit."""
+    def read(self, places: Ids) -> list[int]:
+        """One more reader of each of these host places; none if reading them in would take longer than computing them.
+
+        Returns the host pages, of which the caller lets go by ``HostTier.let_go``.
+        """
+        if self.tiered is None or self.tier is None or not self.worth_loading(len(places)):
+            return []
+        hosts = self.tiered.hosts_of(places)
+        self.tier.pages.read(np.array(hosts))
+        return hosts
+
+    def worth_loading(self, pages: int) -> bool:
+        """Whether so many pages are read in faster than they are computed, as far as either has been measured."""
+        if self.prefill_s_per_token is None or self.tier is None:
+            return True
+        seconds = self.tier.engine.load_s(pages)
+        return seconds is None or seconds <= self.prefill_s_per_token * pages * self.page_size
+
+    def prefill_took(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens in so many seconds: a moving mean."""
+        new, old = seconds / tokens, self.prefill_s_per_token
+        self.prefill_s_per_token = new if old is None else 0.75 * old + 0.25 * new
+
+    def used(self, pages: Ids, hosts: AbstractSequence[int] = ()) -> None:
+        """A match was used, of device and of host pages: one hit."""
         self.index.recency.tick()
         self.index.recency.touch(pages)
+        if hosts:
+            self.index.recency.touch(np.array(hosts) + self.pool.total)
 
     def store(self, chain: KeyChain, pages: Ids, known: int) -> int:
         """Offers committed full pages to the index as one hit. Returns how many of them are in the index now."""
@@ -153,7 +213,7 @@ class Books:
         if self.asynchronous:
             self._retiring.append((self.step, pages.copy()))
         else:
-            self._free(pages)
+            self.free(pages)
 
     @property
     def retiring_sequences(self) -> int:
@@ -168,14 +228,23 @@ class Books:
         waiting = np.bincount(np.concatenate([pages for _, pages in self._retiring]), minlength=self.pool.total)
         return int(np.count_nonzero((waiting > 0) & (waiting == self.pool.owners)))
 
+    def poll(self) -> None:
+        """Takes note of the copies that have ended: prefetched pages are in the index from now on."""
+        if self.tier is None or self.tiered is None:
+            return
+        for copy in self.tier.poll():
+            self.tiered.promote(copy.device, copy.host)
+            self.free(np.array([copy.device]))
+
     def retired(self, step: int) -> None:
         """All forwards launched up to step ``step`` have ended."""
         if self.lockstep and self.asynchronous:
             self.note(Call.RETIRED, step)
         while self._retiring and self._retiring[0][0] <= step:
-            self._free(self._retiring.popleft()[1])
+            self.free(self._retiring.popleft()[1])
 
-    def _free(self, pages: Ids) -> None:
+    def free(self, pages: Ids) -> None:
+        """One owner less of each page, which no pass uses on its account any more."""
         pages = positions(pages)
         if self.pool.disown(pages):
             self.index.offer(pages)
@@ -189,23 +258,37 @@ class Books:
         if self.pool.unhold(pages):
             self.index.offer(pages)
 
-    def next_epoch(self, weights_version: str | None) -> None:
-        """Empties the index. Pages with owners or holds stay with them; sequences of earlier epochs never store."""
+    def next_epoch(self, weights_version: str | None, scope: Scope = "all") -> None:
+        """Empties the index, of one tier or of both. Pages with owners, holds or readers stay with them.
+
+        Sequences of earlier epochs never store; a reset of the host tier alone begins none.
+        """
+        self.generation += 1
+        if scope == "host":
+            if self.tiered is not None:
+                self.tiered.forget_host()
+            return
         self.epoch += 1
         if weights_version is not None:
             self.namer = self.namer.with_weights(weights_version)
-        self.index.clear()
+        if scope == "device" and self.tiered is not None:
+            self.tiered.forget_device()
+        else:
+            self.index.clear()
 
-    def check(self, sequences: list[Owner]) -> None:
+    def check(self, sequences: list[Owner], reading: Iterable[int] = ()) -> None:
         """Every invariant of one rank, recounted from scratch. Raises InvariantError.
 
-        ``sequences`` are all that are running.
+        ``sequences`` are all that are running; ``reading`` are the host pages that a ballot in flight reads.
         """
         self.pool.check()
         self.index.check()
         owners = np.zeros(self.pool.total, np.int32)
         for pages in [s.owned_pages for s in sequences] + [pages for _, pages in self._retiring]:
             np.add.at(owners, pages, 1)
+        if self.tier is not None:
+            np.add.at(owners, np.array(self.tier.owned(), np.intp), 1)
+            self.tier.check(reading)
         if not np.array_equal(owners, self.pool.owners):
             wrong = np.flatnonzero(owners != self.pool.owners)
             raise InvariantError(f"pages {wrong.tolist()} have other owner counts than sequences that own them")

@@ -6,23 +6,29 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from distkv.agreement import Agreement
-from distkv.books import Books
+from distkv.ballot import Slots
+from distkv.books import Books, Scope
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
 from distkv.entries import CachedPrefix
 from distkv.errors import DistKVError, GroupError, InvariantError, MessageError, PeerFailed, SequenceError
 from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
+from distkv.host.copies import CopyEngine
+from distkv.host.kv import PagedKV
+from distkv.host.opening import ask_of, check_memory, open_tier
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.lockstep import Lockstep
-from distkv.request import Message, Request, StepResult
+from distkv.pages import PagePool
+from distkv.request import Message, Request, ResetResult, StepResult
 from distkv.sequence import Sequence
-from distkv.start import agree_at_start, check_arguments
-from distkv.stats import Stats, stats_of
+from distkv.start import check_arguments, meet
+from distkv.stats import Stats, free_of, reset_result, stats_of
 from distkv.table_buffers import TableBuffers
 from distkv.tables import Tables, build
 
@@ -32,31 +38,39 @@ _NOTHING = Message()
 class PrefixCache:
     """Keeps the KV pages of finished requests and gives them to the next request with the same prefix.
 
-    Owns the bookkeeping of one rank's pages; the bytes are the engine's. One thread calls it, the engine's loop, and
-    every rank makes the same calls in the same order: ``step`` (or ``begin_step`` and ``end_step``), the calls of the
-    sequences that it returns, ``submit``, ``abort``, ``bump``, ``reset``, ``grow``. Only ``retired`` (not in lockstep),
+    Owns the bookkeeping of one rank's pages, and the host tier behind them; the pool's bytes are the engine's. One
+    thread calls it, the engine's loop, and every rank makes the same calls in the same order: ``step`` (or
+    ``begin_step`` and ``end_step``), the calls of the sequences that it returns, ``submit``, ``abort``, ``resume``,
+    ``bump``, ``reset``, ``grow``. Only ``fence``, ``wait_for_copies``, ``prefill_took``, ``retired`` (not in lockstep),
     ``peek``, ``stats`` and ``check`` may differ from rank to rank.
     """
 
     def __init__(self, config: Config, fingerprint: Fingerprint, group: Group | None = None, *,
-                 hash64: Hash64 | None = None) -> None:
+                 kv: PagedKV | None = None, copies: CopyEngine | None = None, hash64: Hash64 | None = None) -> None:
         """Compares agreed fields over ``group`` (None: this rank alone) and raises GroupMismatch if they differ.
 
-        The group stays the caller's, and is this cache's alone until ``close``. ``hash64`` replaces the configured
-        key function, for tests. Raises MessageError for a wrong argument, and for a group that another cache has.
+        The group stays the caller's, and is this cache's alone until ``close``. ``kv`` is the engine's paged memory,
+        which a host tier copies from and to; without a host tier it may be None. ``copies`` replaces the copy engine
+        that belongs to it, ``hash64`` the configured key function, both for tests. Raises MessageError for a wrong
+        argument, and for a group that another cache has; ConfigError on every rank, with nothing taken, for a host
+        tier that the memory of a node cannot hold; HostMemoryError if it cannot be had after all.
         """
         check_arguments(config, fingerprint, group)
+        check_memory(config, kv, copies)
         self.config = config
         self._group = group if group is not None else SoloGroup()
         self._group.configure(config.group)
-        cache, pool = config.cache, config.pool
+        cache, pool = config.cache, PagePool(config.pool.pages, config.pool.scratch_pages)
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
-        self._books = Books(pool.pages, pool.scratch_pages, namer, store_at_fill=cache.index_on == "fill",
-                            asynchronous=cache.asynchronous, lockstep=cache.agreement == "lockstep")
-        smallest = agree_at_start(self._group, config, namer, self._books.pool.usable)
-        rank, slots = self._group.rank, cache.queue_slots
+        start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv))
+        self._books = Books(pool, namer, tier=open_tier(config, start, pool, kv, copies),
+                            store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
+                            lockstep=cache.agreement == "lockstep")
+        slots = Slots(cache.queue_slots, config.host.loading_slots)
         kind, every = (Lockstep, cache.check_every) if self._books.lockstep else (Agreement, cache.heartbeat)
-        self._agreement = kind(self._books, rank, slots, every, smallest, alone=self._group.size == 1)
+        self._agreement = kind(self._books, self._group.rank, slots, every, start.smallest_pool,
+                               alone=self._group.size == 1)
+        self._agreement.prefetch = config.host.prefetch
         self._ticket: Ticket | None = None
         self._broken: DistKVError | None = None
         self._group.cache = weakref.ref(self)
@@ -69,7 +83,7 @@ class PrefixCache:
         return self._books.namer.chain(tokens, adapter=adapter, salt=salt, spans=spans)
 
     def peek(self, chain: KeyChain) -> int:
-        """How many pages a request with this prompt would match on this rank now. Changes nothing."""
+        """How many pages a request with this prompt would match on this rank now, in both tiers. Changes nothing."""
         limit = max(0, len(chain) - 1) // self._books.page_size
         return len(self._books.match(self._books.renamed(chain), limit))
 
@@ -84,23 +98,46 @@ class PrefixCache:
         self._agreement.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a waiting or running request and stores nothing more of it. Unknown ids are ignored."""
+        """Ends a waiting, running or suspended request and stores nothing more of it. Unknown ids are ignored."""
         self._agreement.abort(request_id)
+
+    def resume(self, request_id: str, *, output_limit: int | None = None) -> None:
+        """Puts a suspended request at the head of the queue, to be admitted again. Unknown ids are ignored.
+
+        It goes on from its named tokens, as a prompt. ``output_limit``: most tokens that it may still generate; None:
+        what is left of its own. One that is too large for the pool shows up as refused in the next result.
+        """
+        self._check_open()
+        self._agreement.resume(request_id, output_limit)
 
     def bump(self, weights_version: str) -> None:
         """New weights: what was computed before is never used again. Running sequences finish and do not store."""
         self._agreement.next_epoch(weights_version)
 
-    def reset(self) -> None:
-        """Forgets all cached pages. Pages of running sequences stay theirs; these finish and do not store."""
-        self._agreement.next_epoch(None)
+    def reset(self, scope: Scope = "all", running: Literal["finish", "abort"] = "finish") -> ResetResult:
+        """Forgets cached pages: of both tiers, or only of the device or of the host. Says what came of it here.
 
-    def grow(self, sequence: Sequence, pages: int) -> None:
-        """Reserves ``pages`` more for a running sequence, out of the leftover of the last step.
-
-        Raises NoRoom, with nothing reserved, if the leftover is smaller; it is 0 between begin and end of a step.
+        ``running``: sequences keep their pages, finish and do not store (but after a reset of the host they do), or
+        are aborted, as they have to be if the bytes of the pool are lost. What is being read in waits again.
         """
-        self._agreement.grow(sequence, pages)
+        if scope not in ("all", "device", "host") or running not in ("finish", "abort"):
+            raise MessageError(f"reset({scope!r}, {running!r}): the scope is all, device or host; running sequences "
+                               "finish or abort")
+        before = free_of(self._books)
+        if running == "abort":
+            for request_id in list(self._agreement.running):
+                self._agreement.abort(request_id)
+        self._agreement.next_epoch(None, scope)
+        return reset_result(self._books, before)
+
+    def grow(self, sequence: Sequence, pages: int, *, wait: bool = False) -> bool:
+        """Reserves ``pages`` more for a running sequence, out of the leftover of the last step. True: it has them.
+
+        If the leftover is smaller (it is 0 between begin and end of a step) it raises NoRoom, with nothing reserved;
+        with ``wait`` it returns False, and the next steps serve it ahead of all requests: see ``StepResult.grown`` and
+        ``to_preempt``.
+        """
+        return self._agreement.grow(sequence, pages, wait=wait)
 
     # ---- the step
 
@@ -155,6 +192,34 @@ class PrefixCache:
             raise SequenceError(f"retired({step!r}): {self._books.step} steps were begun, so passes were launched in "
                                 f"steps 0 to {self._books.step} only, and none in that one")
         self._books.retired(step)
+
+    # ---- the host tier, on this rank
+
+    def fence(self) -> None:
+        """To be called before a forward pass is launched: what the pass writes is not read by a copy any more.
+
+        On CUDA the current stream waits for the copies; on the CPU this thread does. Without a host tier it does
+        nothing.
+        """
+        if self._books.tier is not None:
+            self._books.tier.fence()
+
+    def wait_for_copies(self, timeout_s: float = 0.01) -> None:
+        """Returns when a copy has ended, or after so long: for an engine that only has sequences to be read in.
+
+        What has ended shows in the next step. Without copies under way it returns at once.
+        """
+        if self._books.tier is not None and self._books.tier.in_flight:
+            self._books.tier.flush()
+            self._books.tier.engine.wait(timeout_s)
+
+    def prefill_took(self, tokens: int, seconds: float) -> None:
+        """This rank's engine computed so many tokens of prompts in so many seconds; see ``host.skip_slow_loads``.
+
+        A load that would take longer than computing the pages again is not made. The mean of the last calls counts.
+        """
+        if self.config.host.skip_slow_loads and tokens > 0 and seconds > 0:
+            self._books.prefill_took(tokens, seconds)
 
     # ---- faults outside the ballot
 
@@ -222,13 +287,18 @@ class PrefixCache:
 
     @property
     def running(self) -> Mapping[str, Sequence]:
-        """Admitted sequences that have not ended, by request id."""
+        """Admitted sequences that have not ended, those that are being read in included, by request id."""
         return MappingProxyType(self._agreement.running)
+
+    @property
+    def suspended(self) -> Mapping[str, Request]:
+        """Suspended requests that were neither resumed nor aborted, by id."""
+        return MappingProxyType(self._agreement.preemption.suspended)
 
     @property
     def waiting_ids(self) -> tuple[str, ...]:
         """Ids of waiting requests, in queue order."""
-        return tuple(p.request.id for p in self._agreement.queue if not p.aborted)
+        return self._agreement.queue.ids
 
     @property
     def leftover(self) -> int:
@@ -253,7 +323,8 @@ class PrefixCache:
 
     def check(self) -> None:
         """Recounts every invariant from scratch; O(pages). Raises InvariantError."""
-        self._books.check(list(self._agreement.running.values()))
+        ballot = self._agreement.ballot
+        self._books.check(list(self._agreement.running.values()), ballot.reading if ballot is not None else ())
         if self._agreement.ballot is None and self._books.pool.holds.any():
             raise InvariantError("pages are held although no ballot is in flight")
 
@@ -270,6 +341,8 @@ class PrefixCache:
             except DistKVError as error:
                 first = first or error
         self._agreement.forget_waiting()
+        if self._books.tier is not None:
+            self._books.tier.close()
         was_broken = self._broken is not None
         self._break(SequenceError("the cache was closed"))
         if self._group.cache is not None and self._group.cache() is self:

@@ -219,11 +219,12 @@ class Config(Section):
                                      "another time on each rank, and may fail on one; set cache.agreement to minimum")
 
     def derived(self) -> Mapping[str, Derived]:
-        found = {}
-        if self.host.gib_per_node is not None:
-            found["host.gib_per_rank"] = Derived(f"{self.host.gib_per_node:g} / ranks of the node", "host.gib_per_node")
-        if self.host.configured and self.host.pages is None:
-            found["host.pages"] = Derived("host.gib_per_rank / bytes of a page", "the size is given in GiB")
+        host, found = self.host, {}
+        if host.gib_per_node is not None:
+            found["host.gib_per_rank"] = Derived(f"{host.gib_per_node:g} / ranks of the node", "host.gib_per_node")
+        if host.configured and host.pages is None:
+            given = "host.gib_per_rank" if host.gib_per_rank is not None else "host.gib_per_node"
+            found["host.pages"] = Derived("host.gib_per_rank / bytes of a page", given)
         return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from distkv import ballot as ballots
 from distkv.agreement import Agreement
-from distkv.ballot import Vector
+from distkv.ballot import Slots, Vector
 from distkv.books import Books, Call
 from distkv.errors import GroupDivergence, PeerFault, SequenceError
 from distkv.request import StepResult
@@ -23,9 +23,9 @@ class Lockstep(Agreement):
     and the group is over.
     """
 
-    def __init__(self, books: Books, rank: int, queue_slots: int, check_every: int, smallest_pool: int, *,
+    def __init__(self, books: Books, rank: int, slots: Slots, check_every: int, smallest_pool: int, *,
                  alone: bool) -> None:
-        super().__init__(books, rank, queue_slots, check_every, smallest_pool, alone=alone)
+        super().__init__(books, rank, slots, check_every, smallest_pool, alone=alone)
         self.check_every = check_every
         self._alone: Vector | None = None
 
@@ -37,7 +37,7 @@ class Lockstep(Agreement):
         self._alone = own
         due = self.books.step % self.check_every == 0
         if self._fault is not None:
-            return ballots.fault(self.rank, 0) if due else None
+            return ballots.fault(self.rank) if due else None
         assert own is not None
         self.books.note(Call.FOUND, data=own.tobytes())
         if not due:

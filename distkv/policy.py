@@ -14,20 +14,23 @@ _PAGE_BITS = 31
 _PAGE = (1 << _PAGE_BITS) - 1
 
 
-class _Queue:
+class Queue:
     """Pages in the order of their last hit, each at most once. Stamps may grow behind its back: :meth:`pop` looks."""
 
     def __init__(self, pages: int, stamp_of: memoryview[int]) -> None:
+        """``stamp_of``: when each of so many pages was last hit."""
         self._stamp_of = stamp_of
         self._queued = bytearray(pages)
         self.heap: list[int] = []  # stamp << 31 | page: one int is smaller than a pair and compared faster
 
     def push(self, page: int) -> None:
+        """The page is in the queue, under its stamp of now if it was not there."""
         if not self._queued[page]:
             self._queued[page] = 1
             heappush(self.heap, self._stamp_of[page] << _PAGE_BITS | page)
 
     def pop(self) -> int | None:
+        """The page with the oldest stamp, which leaves the queue; None if it is empty."""
         heap = self.heap
         while heap:
             top = heap[0]
@@ -41,14 +44,17 @@ class _Queue:
         return None
 
     def forget(self) -> None:
+        """Empties it."""
         for entry in self.heap:
             self._queued[entry & _PAGE] = 0
         self.heap.clear()
 
     def ids(self) -> set[int]:
+        """What is in it."""
         return {entry & _PAGE for entry in self.heap}
 
     def check(self) -> None:
+        """The heap and its flags agree. Raises InvariantError."""
         ids = self.ids()
         if len(ids) != len(self.heap) or ids != set(np.flatnonzero(np.frombuffer(self._queued, np.uint8)).tolist()):
             raise InvariantError("an eviction heap and its flags disagree")
@@ -65,9 +71,10 @@ class LeastRecent:
     def __init__(self, pages: int) -> None:
         self.stamp: npt.NDArray[np.int64] = np.zeros(pages, np.int64)
         self.clock = 0
-        stamp_of = one_by_one(self.stamp)
-        self._tails = _Queue(pages, stamp_of)
-        self._interiors = _Queue(pages, stamp_of)
+        self.stamps = one_by_one(self.stamp)
+        """``stamp``, for one element at a time."""
+        self._tails = Queue(pages, self.stamps)
+        self._interiors = Queue(pages, self.stamps)
         self.offer = self._tails.push
         """``offer(page)``: the tail may be evicted from now on."""
         self.pop = self._tails.pop

@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What all ranks are told for one step, in one order: bump or reset, then aborts, then new requests."""
+    """What all ranks are told for one step, in one order: bump or reset, then aborts, resumes, and new requests."""
 
     requests: tuple[Request, ...] = ()
     """New requests, in the order in which they are to be admitted."""
@@ -63,9 +63,11 @@ class Message:
     """Not None: the weights are these from now on; nothing computed before is used again."""
     reset: bool = False
     """True: the cache forgets everything; running sequences finish and do not store."""
+    resumes: tuple[str, ...] = ()
+    """Ids of suspended requests, which go to the head of the queue in this order. Unknown ids are ignored."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("requests", Request), ("aborts", str)):
+        for name, kind in (("requests", Request), ("aborts", str), ("resumes", str)):
             given = getattr(self, name)
             if not isinstance(given, (tuple, list)) or not all(isinstance(item, kind) for item in given):
                 raise MessageError(f"Message.{name} must be a tuple of {kind.__name__}, not {given!r:.100}")
@@ -80,7 +82,8 @@ class Waiting:
 
     request_id: str
     why: str
-    """``no room``: the first that does not fit; ``behind it``: it may fit, but admission is first in, first out."""
+    """``no room``: the first that does not fit; ``being read in``: the first waits for the load of pages of its own,
+    which another request reads in; ``behind it``: it may fit, but admission is first in, first out."""
     pages_short: int = 0
     """How many more pages the group would have to promise to the first; 0 for those behind it."""
 
@@ -100,7 +103,14 @@ class StepResult:
 
     step: int
     ready: tuple[Sequence, ...] = ()
-    """Sequences that may run from now on. The engine runs each until it calls ``finish`` or ``abort``."""
+    """Sequences that may run from now on. The engine runs each until it calls ``finish``, ``abort`` or ``suspend``."""
+    loading: tuple[Sequence, ...] = ()
+    """Sequences that were admitted and are being read in, on this rank or another; they get ready, or wait again."""
+    grown: tuple[Sequence, ...] = ()
+    """Sequences that got the pages for which ``PrefixCache.grow`` made them wait."""
+    to_preempt: tuple[str, ...] = ()
+    """Ids of running sequences, the last admitted: one that asked for more pages does not get them unless these are
+    suspended (or others end). Empty if nothing waits to grow."""
     waiting: tuple[Waiting, ...] = ()
     """Those of the first ``cache.queue_slots`` requests that were not admitted, in queue order. More may wait behind
     them, see ``PrefixCache.waiting_ids``; after a step without a ballot it is empty."""
@@ -110,6 +120,21 @@ class StepResult:
     """Pages that the whole group can still promise until the next ballot, the same number on every rank."""
     collective: bool = False
     """Whether a collective was needed; never in a group of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetResult:
+    """What a reset did on this rank, in pages."""
+
+    freed: int
+    """Device pages that became free."""
+    host_freed: int
+    """Host pages that became free."""
+    still_held: int
+    """Device pages that running requests, or passes that have not retired, or the ballot in flight still have. They
+    become free when those end."""
+    in_flight: int
+    """Copies between the tiers that have not ended; their pages become free when they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +148,10 @@ class RequestRecord:
     restorable: int
     """Pages that this rank had on the device or the host."""
     agreed: int
-    """Pages that every rank had: the ones that are used."""
+    """Pages that every rank had, on the device or the host: the ones that are used."""
     cached_tokens: int
     """``agreed * page_size``."""
+    host_tokens: int
+    """Those of them that some rank had to read in from the host."""
     reason: Reason
     """Why ``agreed`` is not more."""

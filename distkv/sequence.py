@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from distkv.chain import KeyChain
 from distkv.errors import SequenceError
 from distkv.keys import TOKEN_BYTES, tag_of, token_bytes
 from distkv.pages import Ids, Pages
+from distkv.readin import ReadIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +34,11 @@ class Sequence:
     """
 
     def __init__(self, books: Books, request: Request, chain: KeyChain, matched: Ids, total: int,
-                 record: RequestRecord, on_end: Callable[[Sequence], None]) -> None:
-        """Takes over one owner count of each ``matched`` page and ``total - len(matched)`` reserved pages."""
+                 record: RequestRecord, on_end: Callable[[Sequence], None], read_in: ReadIn | None = None) -> None:
+        """Takes over one owner count of each ``matched`` page and ``total - len(matched)`` reserved pages.
+
+        ``read_in``: the loads that still write some of these pages; the sequence cannot run until they have ended.
+        """
         self.id = request.id
         self.request = request
         self.record = record
@@ -45,9 +50,11 @@ class Sequence:
         self.epoch = books.epoch
         self.reserved = total - len(matched)
         """Pages promised and not opened yet."""
-        self.read_in_progress = False
-        """True while pages of the host tier are being loaded; the sequence must not run then."""
+        self._read_in = read_in
         self.ended: str | None = None
+        """How it ended: finished, aborted, suspended, or put back into the queue."""
+        self.to_resume: Request | None = None
+        """Of a suspended sequence: the request that goes on from here."""
         self._books = books
         self._on_end = on_end
         self._tag = tag_of(request.id)
@@ -64,6 +71,27 @@ class Sequence:
                 f"{self._n_pages} pages, {self.reserved} reserved{', ' + self.ended if self.ended else ''})")
 
     # ---- what an engine reads
+
+    @property
+    def read_in_progress(self) -> bool:
+        """True while pages of the host tier are being loaded, on any rank; the sequence must not run then."""
+        return self._read_in is not None
+
+    @property
+    def reads_from(self) -> int | None:
+        """The first page that is being read in on some rank; None if none is."""
+        return self._read_in.first if self._read_in is not None else None
+
+    def read_in_whole(self, pages: int) -> bool:
+        """Whether so many leading pages are all that was to be read in."""
+        assert self._read_in is not None
+        return pages == self._read_in.pages
+
+    @property
+    def read_in_state(self) -> tuple[int, int]:
+        """For the ballot: 1 if this rank's loads have ended or are overdue, and the leading pages that are there."""
+        assert self._read_in is not None
+        return self._read_in.state
 
     @property
     def page_indices(self) -> Pages:
@@ -199,10 +227,41 @@ class Sequence:
         self._end("finished")
 
     def abort(self) -> None:
-        """Ends the request and stores nothing more."""
-        self._must_run("abort")
+        """Ends the request and stores nothing more. Also while it is read in: its loads then end on their own."""
+        self._must_run("abort", reading=True)
         self._books.note(Call.ABORT, self._tag)
         self._end("aborted")
+
+    def suspend(self) -> Request:
+        """Ends the sequence and keeps the request: its committed full pages are stored, as by :meth:`finish`.
+
+        What of them nobody else has moves to the host tier's share of suspended requests, if there is room; the last,
+        partial page is computed again, and so is what cannot be kept. Returns the request that goes on from here, with
+        all named tokens as its prompt, which ``PrefixCache.resume`` puts at the head of the queue.
+        """
+        self._must_run("suspend")
+        self._books.note(Call.SUSPEND, self._tag)
+        stored = self._store()
+        if self._books.tiered is not None and stored:
+            self._books.tiered.keep(self.id, self._pages[:stored])
+        chain = self.chain.branch()
+        if self._names:
+            chain.extend_bytes(self._names)
+        limit = max(0, self.prompt_tokens + self.request.output_limit - len(chain))
+        rest = replace(self.request, chain=chain, output_limit=limit, matched_cap=None)
+        self.to_resume = rest
+        self._end("suspended")
+        return rest
+
+    def _loaded(self) -> None:
+        """All ranks have read it in: what was loaded enters the index here, and it runs."""
+        assert self._read_in is not None
+        self._read_in.enter(self._books)
+        self._read_in = None
+
+    def _give_back(self) -> None:
+        """Reading it in ended short, or for nothing: it gives back what it has, and its request waits again."""
+        self._end("put back")
 
     def _grow(self, pages: int) -> None:
         """Reserves ``pages`` more. For :meth:`distkv.PrefixCache.grow` alone, which knows the agreed leftover."""
@@ -212,23 +271,29 @@ class Sequence:
         self._books.promise(pages)
         self._books.note(Call.GROW, self._tag, pages)
 
-    def _store(self) -> None:
+    def _store(self) -> int:
+        """Offers all full pages to the index. Returns how many leading ones are there."""
         full = self._committed // self._books.page_size
-        if full and self.request.write and self.epoch == self._books.epoch:
-            self._stored = self._books.store(self.chain, self._pages[:full], min(self._stored, full))
+        if not full or not self.request.write or self.epoch != self._books.epoch:
+            return 0
+        self._stored = self._books.store(self.chain, self._pages[:full], min(self._stored, full))
+        return self._stored
 
     def _end(self, how: str) -> None:
         self.ended = how
-        pages = self.owned_pages
+        pages: Ids = self.owned_pages
         self._n_pages = self._n_owned = 0
         reserved, self.reserved = self.reserved, 0
+        if self._read_in is not None:
+            pages = self._read_in.give_back(self._books, pages)
+            self._read_in = None
         self._books.release(pages, reserved)
         self._on_end(self)
 
-    def _must_run(self, call: str, count: object = 0) -> None:
+    def _must_run(self, call: str, count: object = 0, *, reading: bool = False) -> None:
         if not isinstance(count, (int, np.integer)):
             raise SequenceError(f"{call} takes a whole number, not {count!r}")
         if self.ended:
             raise SequenceError(f"{call} on sequence {self.id!r}, which was {self.ended}")
-        if self.read_in_progress:
+        if self.read_in_progress and not reading:
             raise SequenceError(f"{call} on sequence {self.id!r}, whose pages are still being read in")

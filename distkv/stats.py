@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distkv.reasons import Reason
+from distkv.request import ResetResult
 
 if TYPE_CHECKING:
     from distkv.books import Books
@@ -30,6 +31,9 @@ class Counters:
     peer_failures: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    short_read_ins: int = 0
+    suspended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,13 @@ class Stats:
     prompt_tokens: int
     """Prompt tokens of admitted requests."""
     cached_tokens: int
-    """Those of them whose KV was in the cache."""
+    """Those of them whose KV was in the cache, on the device or the host."""
+    host_tokens: int
+    """Those of the cached ones that some rank had to read in from the host."""
+    short_read_ins: int
+    """Times that reading in ended short on some rank, and a request was admitted again without it."""
+    suspended: int
+    """Times that a sequence was suspended."""
     pages_total: int
     """Pages of the pool, scratch pages included."""
     pages_usable: int
@@ -77,20 +87,67 @@ class Stats:
     """Keys that named another page: the tokens decided, and the page was not used."""
     epoch: int
     """Resets and weight bumps."""
+    host_pages: int
+    """Pages of the host tier; they are free, storing, loading or ready."""
+    host_free: int
+    host_storing: int
+    """Host pages that a copy is filling."""
+    host_loading: int
+    """Host pages that copies, or the ballot in flight, read."""
+    host_ready: int
+    host_kept: int
+    """Host pages that suspended requests count on."""
+    stores: int
+    """Copies to the host since start."""
+    loads: int
+    """Copies from the host since start, those ahead of need included."""
+    prefetched: int
+    """Loads that were made for requests that still waited."""
+    store_failures: int
+    load_failures: int
+    dropped: int
+    """Pages that were evicted although the host tier had no place for them: they left the index, with what continued
+    them."""
+    copies_in_flight: int
+    """Copies that have not ended."""
     reasons: Mapping[str, int]
     """Admitted requests by why their match was not longer, see :class:`distkv.Reason`."""
 
 
+def free_of(books: Books) -> tuple[int, int]:
+    """Free pages of the device and of the host."""
+    return books.pool.free, books.tier.pages.free if books.tier is not None else 0
+
+
+def reset_result(books: Books, before: tuple[int, int]) -> ResetResult:
+    """What became free since ``before``, and what has not yet."""
+    after = free_of(books)
+    return ResetResult(after[0] - before[0], after[1] - before[1],
+                       books.pool.live + int(np.count_nonzero(books.pool.held())),
+                       books.tier.in_flight if books.tier is not None else 0)
+
+
 def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) -> Stats:
     """The state of these books now. O(pages)."""
-    pool, index = books.pool, books.index
+    pool, index, tier = books.pool, books.index, books.tier
+    states = tier.pages.states() if tier is not None else {}
     return Stats(
         steps=counters.steps, collectives=counters.collectives, requests=counters.requests,
         refused=counters.refused, peer_failures=counters.peer_failures, prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens, pages_total=pool.total, pages_usable=pool.usable,
+        cached_tokens=counters.cached_tokens, host_tokens=counters.host_tokens,
+        short_read_ins=counters.short_read_ins, suspended=counters.suspended,
+        pages_total=pool.total, pages_usable=pool.usable,
         pages_free=pool.free, pages_cached=int(np.count_nonzero(pool.cached())),
         pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_retiring=books.retiring,
         pages_reserved=books.reserved,
         entries=len(index), stored=index.stored, evicted=index.evicted, cascades=index.cascades,
         collisions=index.collisions, epoch=books.epoch, reasons={str(r): n for r, n in reasons.items()},
+        host_pages=tier.pages.total if tier is not None else 0,
+        host_free=states.get("free", 0), host_storing=states.get("storing", 0), host_loading=states.get("loading", 0),
+        host_ready=states.get("ready", 0), host_kept=tier.pages.kept if tier is not None else 0,
+        stores=tier.stores if tier is not None else 0, loads=tier.loads if tier is not None else 0,
+        prefetched=tier.prefetched if tier is not None else 0,
+        store_failures=tier.store_failures if tier is not None else 0,
+        load_failures=tier.load_failures if tier is not None else 0, dropped=tier.dropped if tier is not None else 0,
+        copies_in_flight=tier.in_flight if tier is not None else 0,
     )

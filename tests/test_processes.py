@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -28,6 +29,7 @@ from distkv.testing.processes import RanksFailed, choose_backend, run_outcomes, 
 from distkv.testing.warm import WarmProcess, warm_start
 
 GENEROUS = 240.0
+SHORT_S = 5.0  # for ranks that are forked to come to where they get stuck
 BOTH_WAYS = pytest.mark.parametrize("start", ["forked", "fresh"], indirect=True)
 CUDA = torch.cuda.is_available()  # then all ranks start fresh
 
@@ -80,6 +82,20 @@ def wait_for_a_message(rank: int, world_size: int) -> None:
         dist.recv(torch.zeros(1), src=1)
     else:
         time.sleep(10_000)
+
+
+WAYS = ("return", "raise", "kill", "stop", "children")
+
+
+def end_each_in_its_way(rank: int, world_size: int, folder: str) -> str:
+    way = WAYS[rank]
+    if way == "raise":
+        fail(1, world_size)
+    elif way == "children":
+        start_children(rank, world_size, folder, "return")
+    elif way != "return":
+        os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
+    return way
 
 
 def end_oneself(rank: int, world_size: int, way: str) -> str:
@@ -155,8 +171,8 @@ def no_process_is_left(start: str):
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-@pytest.mark.parametrize(("start", "world_size"), [("forked", 1), ("forked", 3), ("fresh", 2)], indirect=["start"])
-def test_results_come_in_order_of_rank(world_size: int, start: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_in_order_of_rank(world_size: int) -> None:
     assert run_ranks(lowest, world_size, (10,)) == [Answer(rank, 10) for rank in range(world_size)]
 
 
@@ -164,10 +180,12 @@ def test_the_group_may_be_made_by_the_ranks_as_under_torchrun() -> None:
     assert run_ranks(minimum_by_torchrun_variables, 2, backend=None) == [5, 5]
 
 
-@BOTH_WAYS
-def test_environment_of_a_rank(start: str, warm: WarmProcess) -> None:
-    found = run_ranks(environment, 2, backend=None, env={"COLOUR": "red"})
-    for rank, (variables, _, (parent, session, pid), _) in enumerate(found):
+def lowest_and_environment(rank: int, world_size: int) -> tuple[Answer, Any]:
+    return lowest(rank, world_size, 10), environment(rank, world_size)
+
+
+def check_environment(found: list[Any], parent: int | None) -> None:
+    for rank, (variables, _, (born_of, session, pid), _) in enumerate(found):
         assert variables == {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -177,17 +195,22 @@ def test_environment_of_a_rank(start: str, warm: WarmProcess) -> None:
             "COLOUR": "red",
         }
         assert session == pid
-        assert parent == (warm.pid if start == "forked" and not CUDA else os.getpid())
+        assert born_of == parent
     numbers = [number for *_, drawn in found for number in drawn]
     assert len(set(numbers)) == len(numbers), "ranks draw the same random numbers"
 
 
+def test_environment_of_a_rank(warm: WarmProcess) -> None:
+    found = run_ranks(environment, 2, backend=None, env={"COLOUR": "red"})
+    check_environment(found, os.getpid() if CUDA else warm.pid)
+
+
 def test_what_is_read_when_python_starts_starts_a_new_one() -> None:
-    (_, first, (parent, *_), _), (_, second, *_) = run_ranks(
-        environment, 2, backend=None, env={"COLOUR": "", "PYTHONHASHSEED": "7"}
-    )
-    assert parent == os.getpid()
-    assert first == second != hash("a word")
+    results = run_ranks(lowest_and_environment, 2, env={"COLOUR": "red", "PYTHONHASHSEED": "7"})
+    assert [answer for answer, _ in results] == [Answer(0, 10), Answer(1, 10)]
+    found = [seen for _, seen in results]
+    check_environment(found, os.getpid())
+    assert found[0][1] == found[1][1] != hash("a word")
 
 
 @pytest.mark.skipif(CUDA, reason="ranks are not forked where they may use a GPU")
@@ -228,8 +251,7 @@ def test_auto_uses_a_backend_that_the_machine_has() -> None:
         assert run_ranks(lowest, 2, (3,), backend="auto") == [Answer(0, 3), Answer(1, 3)]
 
 
-@BOTH_WAYS
-def test_an_exception_shows_its_traceback_and_ends_the_other_ranks(start: str) -> None:
+def test_an_exception_shows_its_traceback_and_ends_the_other_ranks() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(fail, 3, backend=None, timeout_s=10_000)
     text = str(caught.value)
@@ -243,40 +265,56 @@ def test_an_exception_shows_its_traceback_and_ends_the_other_ranks(start: str) -
     assert not caught.value.outcomes[1].raised(GroupTimeout)
 
 
-def test_a_stuck_rank_shows_where_it_is() -> None:
+def test_ranks_that_are_stuck_show_where_they_are_and_leave_nothing(tmp_path: Path) -> None:
+    """In Python, inside a collective, and with children of their own: all of them until one deadline."""
+    with ThreadPoolExecutor(3) as pool:
+        asleep = pool.submit(run_outcomes, sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=SHORT_S)
+        waiting = pool.submit(run_ranks, wait_for_a_message, 2, timeout_s=SHORT_S)
+        parents = pool.submit(
+            run_outcomes, start_children, 2, (str(tmp_path), "sleep"), backend=None, timeout_s=SHORT_S
+        )
+    returned, stuck = asleep.result()
+    assert (returned.status, stuck.status) == ("returned", "deadline")
+    assert "rank 1: did not end within the deadline" in stuck.describe()
+    assert "sleep_in_a_function_with_a_name" in stuck.stacks
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(sleep_in_a_function_with_a_name, 2, backend=None, timeout_s=10)
-    assert [outcome.status for outcome in caught.value.outcomes] == ["returned", "deadline"]
-    assert "rank 1: did not end within the deadline" in str(caught.value)
-    assert "sleep_in_a_function_with_a_name" in caught.value.outcomes[1].stacks
-
-
-def test_ranks_stuck_inside_a_collective_show_where_they_are() -> None:
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(wait_for_a_message, 2, timeout_s=10)
+        waiting.result()
     for outcome in caught.value.outcomes:
         assert "wait_for_a_message" in outcome.stacks + (outcome.error.traceback if outcome.error else "")
+    assert [outcome.status for outcome in parents.result()] == ["deadline", "deadline"]
+    assert len(list(tmp_path.iterdir())) == 6
+    assert alive(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("start", "way", "status", "code"),
-    [("forked", "kill", "killed", -9), ("fresh", "kill", "killed", -9), ("forked", "exit", "exited", 7),
-     ("forked", "sys.exit", "exited", 3)],
-    indirect=["start"],
-)  # fmt: skip
-def test_a_rank_that_ends_without_a_word(start: str, way: str, status: str, code: int) -> None:
+    ("way", "status", "code"), [("kill", "killed", -9), ("exit", "exited", 7), ("sys.exit", "exited", 3)]
+)
+def test_a_rank_that_ends_without_a_word(way: str, status: str, code: int) -> None:
     survivor, ended = run_outcomes(end_oneself, 2, (way,))
     assert (ended.status, ended.exit_code) == (status, code)
     assert (survivor.status, survivor.result) == ("returned", "noticed")
     assert ("SIGKILL" in ended.describe()) == (way == "kill")
 
 
-@BOTH_WAYS
-def test_a_stopped_rank_does_not_hold_up_the_others(start: str) -> None:
+def test_a_stopped_rank_does_not_hold_up_the_others() -> None:
     survivor, stopped = run_outcomes(end_oneself, 2, ("stop",), timeout_s=10_000)
     assert (survivor.status, survivor.result) == ("returned", "went on")
     assert stopped.status == "stopped"
     assert "end_oneself" in stopped.stacks
+
+
+def test_ranks_that_start_fresh_end_in_every_way(tmp_path: Path) -> None:
+    outcomes = run_outcomes(end_each_in_its_way, len(WAYS), (str(tmp_path),), backend=None, timeout_s=GENEROUS,
+                            fresh=True)
+    returned, raised, killed, stopped, parent = outcomes
+    assert (returned.status, returned.result) == ("returned", "return")
+    assert raised.raised(RequestTooLarge) and not raised.raised(GroupTimeout)
+    assert 'raise RequestTooLarge("r1", 9, 4)' in raised.describe() and "a word before the end" in raised.output
+    assert (killed.status, killed.exit_code) == ("killed", -9)
+    assert stopped.status == "stopped" and "end_each_in_its_way" in stopped.stacks
+    assert parent.status == "returned"
+    assert len(list(tmp_path.iterdir())) == 3
+    assert alive(tmp_path) == []
 
 
 def test_an_exception_keeps_its_attributes() -> None:
@@ -287,14 +325,10 @@ def test_an_exception_keeps_its_attributes() -> None:
         assert outcome.error.attributes | expected == outcome.error.attributes
 
 
-@pytest.mark.parametrize(
-    ("start", "end"), [("forked", "return"), ("forked", "raise"), ("forked", "sleep"), ("fresh", "return")],
-    indirect=["start"],
-)  # fmt: skip
-def test_nothing_that_a_rank_started_is_left(tmp_path: Path, start: str, end: str) -> None:
-    timeout_s = 10 if end == "sleep" else GENEROUS
-    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=timeout_s)
-    expected = {"return": "returned", "raise": "raised", "sleep": "deadline"}[end]
+@pytest.mark.parametrize("end", ["return", "raise"])
+def test_nothing_that_a_rank_started_is_left(tmp_path: Path, end: str) -> None:
+    outcomes = run_outcomes(start_children, 2, (str(tmp_path), end), backend=None, timeout_s=GENEROUS)
+    expected = {"return": "returned", "raise": "raised"}[end]
     assert [outcome.status for outcome in outcomes] == [expected, expected]
     assert len(list(tmp_path.iterdir())) == 6
     assert alive(tmp_path) == []
@@ -348,9 +382,9 @@ def pid_file(rank: int, world_size: int, folder: str) -> None:
 def test_a_process_that_stays_after_its_target_returned_is_a_failure(
     start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distkv.testing._outcome._LEAVE_S", 1.0)
+    monkeypatch.setattr("distkv.testing._outcome._LEAVE_S", 0.5)
     with pytest.raises(RanksFailed, match="its target had returned") as caught:
-        run_ranks(return_but_stay, 2, backend=None)
+        run_ranks(return_but_stay, 1, backend=None)
     assert "sleep" in caught.value.outcomes[0].stacks or "Thread" in caught.value.outcomes[0].stacks
 
 

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from distkv.ballot import ballot_size
+from distkv.ballot import Slots
 from distkv.bench import files
 from distkv.bench.group_rank import torch_rank
 from distkv.bench.rows import markdown
 from distkv.bench.timing import Sample
+from distkv.config import HostConfig
 from distkv.errors import DistKVError
 from distkv.inspection.machine import Machine
 
@@ -50,6 +51,11 @@ class GroupRow:
     """Until the call that starts it returns: an engine can launch a forward then."""
     wait: Sample
     """From then to the result, with nothing done between."""
+
+
+def ballot_size(queue_slots: int) -> int:
+    """int64 in a ballot for so many waiting requests, and as many read-ins as the configuration's default has."""
+    return Slots(queue_slots, HostConfig().loading_slots).size
 
 
 def measure(transport: str, ranks: int, sizes: Sequence[int], n: int) -> list[GroupRow]:

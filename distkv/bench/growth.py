@@ -12,7 +12,7 @@ from distkv.bench.timing import measure, repeat, settled
 from distkv.bench.workloads import FINGERPRINT, Conversation, Sizes, new_cache, store, tokens, with_tails
 from distkv.books import Books
 from distkv.chain import Namer
-from distkv.pages import Pages
+from distkv.pages import PagePool, Pages
 from distkv.request import Message, Request
 
 
@@ -98,7 +98,7 @@ def _evict_by_tails(sizes: Sizes, n: int) -> float:
 
 def _interior_by_pool(sizes: Sizes, n: int) -> float:
     """A cold page under which another owner's page hangs: it computed the first one a second time."""
-    books = Books(n, 0, Namer(FINGERPRINT, sizes.page_size), store_at_fill=False, asynchronous=False)
+    books = Books(PagePool(n), Namer(FINGERPRINT, sizes.page_size))
     rng = np.random.default_rng(43)
     chain = books.namer.chain(tokens(rng, 2 * sizes.page_size))
     _warm(books, sizes, n // 2)

@@ -12,6 +12,7 @@ from distkv.bench.rows import Row
 from distkv.bench.workloads import FINGERPRINT, Sizes, store, tokens
 from distkv.books import Books
 from distkv.chain import Namer
+from distkv.pages import PagePool
 
 
 def per_token(sizes: Sizes) -> Iterator[Row]:
@@ -35,7 +36,7 @@ def _fill(sizes: Sizes, each: int) -> tuple[int, int]:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        books = Books(pages, 0, namer, store_at_fill=False, asynchronous=False)
+        books = Books(PagePool(pages), namer)
         for prompt in prompts:
             store(books, namer.chain(prompt), np.zeros(0, np.int32))
         gc.collect()

@@ -15,7 +15,7 @@ from distkv.bench.workloads import FINGERPRINT
 from distkv.books import Books
 from distkv.chain import KeyChain, Namer
 from distkv.entries import Match
-from distkv.pages import Ids, Pages
+from distkv.pages import Ids, PagePool, Pages
 
 
 class Tokens:
@@ -41,7 +41,7 @@ class DistKV(Peer):  # type: ignore[misc]
 
     def __init__(self, page: int, capacity: int) -> None:
         self.page = page
-        self.books = Books(capacity // page, 0, Namer(FINGERPRINT, page), store_at_fill=False, asynchronous=False)
+        self.books = Books(PagePool(capacity // page), Namer(FINGERPRINT, page))
 
     @staticmethod
     def native(ids: object) -> Tokens:

@@ -15,7 +15,7 @@ from distkv.chain import KeyChain, Namer
 from distkv.config import CacheConfig, Config, PoolConfig
 from distkv.group import Group
 from distkv.keys import Fingerprint
-from distkv.pages import Pages
+from distkv.pages import PagePool, Pages
 from distkv.request import Message, Request
 from distkv.sequence import Sequence
 from distkv.stats import Stats
@@ -76,7 +76,7 @@ class Conversation:
         size, rng = sizes.page_size, np.random.default_rng(seed)
         self.prompt = tokens(rng, sizes.prompt)
         extra = 2 * sizes.turns + 4 * (sizes.new // size)
-        self.books = Books(sizes.pages + extra, 0, Namer(FINGERPRINT, size), store_at_fill=False, asynchronous=False)
+        self.books = Books(PagePool(sizes.pages + extra), Namer(FINGERPRINT, size))
         step = sizes.prompt // sizes.turns
         stored: Pages = np.zeros(0, np.int32)
         for end in range(step, sizes.prompt + 1, step):
@@ -107,7 +107,7 @@ def store(books: Books, chain: KeyChain, known: Pages) -> Pages:
 def with_tails(n: int, sizes: Sizes, seed: int = 11, spare: int = 0) -> Books:
     """Books whose index has ``n`` separate prompts of ``sizes.new`` tokens each, and so as many cold tails."""
     each = sizes.new // sizes.page_size
-    books = Books(n * each + spare, 0, Namer(FINGERPRINT, sizes.page_size), store_at_fill=False, asynchronous=False)
+    books = Books(PagePool(n * each + spare), Namer(FINGERPRINT, sizes.page_size))
     rng = np.random.default_rng(seed)
     for _ in range(n):
         store(books, books.namer.chain(tokens(rng, sizes.new)), np.zeros(0, np.int32))

@@ -23,7 +23,8 @@ from distkv.engine.launch import check_devices
 from distkv.engine.report import quiet_transformers
 from distkv.engine.sources import cache_folder, config_place
 from distkv.errors import ConfigError, DistKVError
-from distkv.inspection.machine import ENGINE, Machine, as_numbers, findings
+from distkv.inspection.host_plan import HostPlan
+from distkv.inspection.machine import ENGINE, Machine, as_numbers, findings, memlock, why_not_pinned
 from distkv.inspection.output import columns, gib, size
 from distkv.inspection.plan import make_plan
 from distkv.inspection.shape import ModelShape, read_shape
@@ -48,7 +49,7 @@ class Problem:
 def problems(config: ServeConfig, machine: Machine, *, nodes: int = 1) -> list[Problem]:
     """Everything of ``config`` that stands in the way of a start here, its ranks spread over ``nodes`` hosts."""
     found: list[Problem] = []
-    for check in (_devices, _mpi, _model, _cores):
+    for check in (_devices, _mpi, _model, _cores, _host):
         try:
             found.extend(check(config, machine, nodes))
         except DistKVError as error:
@@ -113,7 +114,7 @@ def _existing(folder: Path) -> Path:
 
 def _fits(config: ServeConfig, shape: ModelShape, nodes: int) -> Iterator[Problem]:
     plan = make_plan(config, shape, nodes=nodes)
-    if plan.memory is not None and not plan.fits:
+    if plan.memory is not None and not plan.pool_fits:
         yield Problem(
             field="pool.pages",
             problem=f"{plan.pages:,} pages take {size(plan.pool_per_rank)} beside {size(plan.weights_per_rank)} of "
@@ -121,6 +122,8 @@ def _fits(config: ServeConfig, shape: ModelShape, nodes: int) -> Iterator[Proble
                     f"{plan.memory_of}",
             remedy=f"at most {plan.most_pages:,} pages fit" if plan.most_pages else "a smaller model, or more memory",
         )  # fmt: skip
+    if plan.host is not None:
+        yield from _tier_fits(config, plan.host, plan.ranks_per_node)
     if config.engine.output_limit >= plan.longest_request:
         yield Problem(
             field="engine.output_limit",
@@ -128,6 +131,52 @@ def _fits(config: ServeConfig, shape: ModelShape, nodes: int) -> Iterator[Proble
                     "prompt and answer: every request that does not say less is refused",
             remedy="lower it, or raise pool.pages",
         )  # fmt: skip
+
+
+def _tier_fits(config: ServeConfig, host: HostPlan, ranks: int) -> Iterator[Problem]:
+    if not host.fits:
+        most = host.most_pages or 0
+        yield Problem(
+            field=f"host.{host.field}",
+            problem=f"the host tier takes {size(host.per_node)} on a node ({host.pages:,} pages on each of "
+                    f"{counted(ranks, 'rank')}) beside {size(host.beside_per_node)} for {host.beside}, and "
+                    f"{gib(host.memory or 0)} of {host.memory_of}",
+            remedy=f"at most {most:,} pages ({size(most * host.bytes_per_page)}) for each rank fit" if most
+                   else "no host tier, or more memory",
+        )  # fmt: skip
+        return
+    soft = memlock()[0]
+    if soft is not None and host.per_rank > soft and _on_gpu(config, ranks):
+        yield Problem(field="host", problem=f"{size(host.per_rank)} are pinned on each rank, and RLIMIT_MEMLOCK is "
+                                            f"{size(soft)}; some drivers and containers count one against the other",
+                      remedy="ulimit -l unlimited, or --ulimit memlock=-1 for a container, if pinning fails",
+                      warning=True)  # fmt: skip
+
+
+def _host(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
+    ranks = max(1, config.parallel.tp // nodes)
+    if not config.host.configured:
+        return
+    on_gpu = _on_gpu(config, ranks)
+    if on_gpu or config.host.require_pinned:
+        why, install = why_not_pinned(machine), "pip install 'distkv-cache[cupy]', for a GPU that CUDA can use"
+        if why and config.host.require_pinned:
+            yield Problem(field="host.require_pinned", problem=f"is true, and memory cannot be pinned here: {why}",
+                          remedy=f"{install}; or set it to false")
+        elif why:
+            yield Problem(field="host", problem=f"memory cannot be pinned here: {why}; copies to and from the GPU are "
+                                                "slower", remedy=install, warning=True)
+    threads, cores = config.host.copy_threads, machine.cores()
+    if not on_gpu and threads > cores:
+        yield Problem(field="host.copy_threads", problem=f"{counted(threads, 'thread')} of each rank copy pages on "
+                                                         f"{counted(cores, 'core')}", remedy="lower it", warning=True)
+
+
+def _on_gpu(config: ServeConfig, ranks: int) -> bool:
+    try:
+        return check_devices(config.model.device, config.group.transport, 0, ranks).type == "cuda"
+    except ConfigError:  # _devices says so
+        return False
 
 
 def _cores(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:

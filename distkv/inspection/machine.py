@@ -178,11 +178,32 @@ def _mpi(machine: Machine) -> Finding:
                    warning="" if mpirun else "mpirun is neither in PATH nor beside this Python")
 
 
-def _pinned(machine: Machine) -> Finding:
+def why_not_pinned(machine: Machine) -> str:
+    """Why CuPy cannot pin memory here; empty if it can."""
+    package, found = _cupy(machine)
+    if package is None:
+        return "CuPy is not installed"
+    if isinstance(found, str):
+        return f"{package} does not load: {found}"
+    return "" if found.get("pinned") else str(found.get("error", "CuPy gives no reason"))
+
+
+def _cupy(machine: Machine) -> tuple[str | None, dict[str, Any] | str]:
+    """The package, and what it says when it pins a little memory (a text: why it does not load)."""
     package = next((name for name in CUPY if machine.version(name)), None)
+    return package, machine.ask(_CUPY_CODE, machine.environ) if package else {}
+
+
+def memlock() -> tuple[int | None, int | None]:
+    """Bytes that this process may lock, soft and hard limit; None: without limit."""
+    soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    return soft, hard
+
+
+def _pinned(machine: Machine) -> Finding:
+    package, found = _cupy(machine)
     if package is None:
         return Finding(name="pinned memory", value="CuPy is not installed (pip install 'distkv-cache[cupy]')")
-    found = machine.ask(_CUPY_CODE, machine.environ)
     if isinstance(found, str):
         return Finding(name="pinned memory", value=f"{package} {machine.version(package)} does not load", warning=found)
     can = "pinned 4 KB" if found.get("pinned") else f"cannot pin: {found.get('error', 'no reason given')}"
@@ -190,8 +211,7 @@ def _pinned(machine: Machine) -> Finding:
 
 
 def _memlock(machine: Machine) -> Finding:
-    soft, hard = (("unlimited" if n == resource.RLIM_INFINITY else size(n))
-                  for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    soft, hard = ("unlimited" if n is None else size(n) for n in memlock())
     return Finding(name="pinned limit", value=f"RLIMIT_MEMLOCK {soft} (hard limit {hard})")
 
 

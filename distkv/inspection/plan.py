@@ -23,12 +23,14 @@ from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.report import quiet_transformers
 from distkv.errors import ConfigError
+from distkv.inspection.host_plan import HostPlan, make_host_plan
 from distkv.inspection.output import columns, gib, size
 from distkv.inspection.shape import FULL, ModelShape, read_shape
-from distkv.memory import host_memory
+from distkv.memory import host_memory as read_host_memory
 
 __all__ = ["GroupPlan", "Plan", "main", "make_plan", "metadata_bytes_per_page"]
 
+_HERE = "this machine, available now"
 _ITEM = {"float32": 4, "bfloat16": 2}
 
 
@@ -80,17 +82,27 @@ class Plan:
     memory_of: str
     most_pages: int | None
     """Pages per rank that fit into ``memory`` beside the weights; activations are not counted."""
+    host: HostPlan | None
+    """The host tier; None: there is none."""
+
+    @property
+    def pool_fits(self) -> bool:
+        """False only if the memory is known and too small for the pool."""
+        return self.most_pages is None or self.pages <= self.most_pages
 
     @property
     def fits(self) -> bool:
-        """False only if the memory is known and too small."""
-        return self.most_pages is None or self.pages <= self.most_pages
+        """False only if some memory is known and too small, for the pool or for the host tier."""
+        return self.pool_fits and (self.host is None or self.host.fits)
 
 
-def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory: int | None = None) -> Plan:
-    """The plan for ``config``. ``memory``: bytes of a GPU (or, on CPUs, of a node); None: what this machine has free.
+def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory: int | None = None,
+              host_memory: int | None = None) -> Plan:
+    """The plan for ``config``. ``memory``: bytes of a GPU (or, on CPUs, of a node); None: what this machine has
+    free. ``host_memory``: bytes of a node beside its GPUs; None: what this machine has free, if its GPUs are meant.
 
-    Raises ModelError for a model that cannot be split, ConfigError for ranks that do not fill the nodes.
+    Raises ModelError for a model that cannot be split, ConfigError for ranks that do not fill the nodes and for a host
+    tier of less than one page.
     """
     tp, page, item = config.parallel.tp, config.cache.page_size, _ITEM[config.model.dtype]
     shape.check_split(tp)
@@ -105,9 +117,20 @@ def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory:
     )  # fmt: skip
     token = sum(group.bytes_per_token for group in groups)
     pool, weights = token * page * config.pool.pages, max(shape.weight_bytes(tp, item))
-    metadata = metadata_bytes_per_page(page) * config.pool.pages
-    held, memory_of, sharing = _memory(config.model.device, per_node, memory)
-    beside = weights if "GPU" in memory_of else weights + metadata
+    each = metadata_bytes_per_page(page)
+    metadata = each * config.pool.pages
+    held, memory_of, sharing = _memory(config.model.device, per_node, memory, host_memory)
+    on_gpu = "GPU" in memory_of
+    beside = weights if on_gpu else weights + metadata
+    node, node_of = held, memory_of
+    if on_gpu:
+        here = memory is None and held is not None
+        node, node_of = _node_memory(host_memory) if here or host_memory is not None else (None, "each node")
+    host = make_host_plan(
+        config.host, bytes_per_page=token * page, page_size=page, ranks_on_node=per_node, metadata_per_page=each,
+        beside_per_rank=metadata if on_gpu else beside + pool, memory=node, memory_of=node_of,
+        beside="the pool's books" if on_gpu else "pool, weights and books",
+    )  # fmt: skip
     most = None if held is None else max(0, held // sharing - beside) // (token * page)
     tokens = (config.pool.pages - config.pool.scratch_pages) * page
     return Plan(
@@ -116,12 +139,12 @@ def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory:
         scratch_pages=config.pool.scratch_pages, groups=groups, bytes_per_token=token, bytes_per_page=token * page,
         pool_per_rank=pool, pool_per_node=pool * per_node, pool_of_all_ranks=pool * tp, weights_per_rank=weights,
         metadata_per_rank=metadata, tokens=tokens, longest_request=min(tokens, shape.context), memory=held,
-        memory_of=memory_of, most_pages=most,
+        memory_of=memory_of, most_pages=most, host=host,
     )  # fmt: skip
 
 
-def _memory(device: str, ranks: int, given: int | None) -> tuple[int | None, str, int]:
-    """Bytes, whose they are, and how many ranks share them."""
+def _memory(device: str, ranks: int, given: int | None, given_host: int | None) -> tuple[int | None, str, int]:
+    """Bytes, whose they are, and how many ranks share them. On CPUs the host's memory is all there is."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -131,9 +154,12 @@ def _memory(device: str, ranks: int, given: int | None) -> tuple[int | None, str
         if gpus < ranks:
             return None, f"GPU (this machine has {gpus})", 1
         return min(torch.cuda.mem_get_info(i)[0] for i in range(ranks)), "the fullest GPU of this machine, free now", 1
-    if given is not None:
-        return given, "each node, as given", ranks
-    return host_memory().room, "this machine, available now", ranks
+    return *_node_memory(given if given is not None else given_host), ranks
+
+
+def _node_memory(given: int | None) -> tuple[int | None, str]:
+    """Bytes of a node, and whose they are."""
+    return (given, "each node, as given") if given is not None else (read_host_memory().room, _HERE)
 
 
 def metadata_bytes_per_page(page_size: int, pages: int = 1024) -> int:
@@ -184,6 +210,8 @@ def show(plan: Plan) -> str:
         ("books", f"about {size(plan.metadata_per_rank)} of host memory per rank when every page is cached"),
         ("memory", _verdict(plan)),
     ]  # fmt: skip
+    if plan.host is not None:
+        lines += plan.host.lines()
     odd = [group.kind for group in plan.groups if group.kind != FULL]
     if odd:
         lines.append(("note", (f"{', '.join(odd)}: the reference engine serves full attention only; bytes are those of "
@@ -196,7 +224,7 @@ def _verdict(plan: Plan) -> str:
         return f"of {plan.memory_of}: unknown; give --memory GIB"
     most = f"at most {plan.most_pages:,} pages per rank fit beside the weights (activations not counted)"
     head = f"{gib(plan.memory)} of {plan.memory_of}: "
-    return head + (f"it fits; {most}" if plan.fits else f"IT DOES NOT FIT; {most}: lower pool.pages")
+    return head + (f"it fits; {most}" if plan.pool_fits else f"IT DOES NOT FIT; {most}: lower pool.pages")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -206,15 +234,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, default=1, help="hosts that the ranks are spread over (default 1)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="memory of each GPU, or on CPUs of each node "
                         "(default: what this machine has free)")  # fmt: skip
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="memory of each node's host, where --memory "
+                        "is that of GPUs (default: what this machine has free, if its GPUs are meant)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     given = parser.parse_args(arguments)
-    if given.nodes < 1 or (given.memory is not None and not 0 < given.memory < 1 << 30):
-        print("distkv: --nodes must be at least 1 and --memory a number of GiB above 0", file=sys.stderr)
+    sizes = [given.memory, given.host_memory]
+    if given.nodes < 1 or any(gib is not None and not 0 < gib < 1 << 30 for gib in sizes):
+        print("distkv: --nodes must be at least 1, --memory and --host-memory a number of GiB above 0", file=sys.stderr)
         return 2
+    memory, host_memory = (None if gib is None else int(gib * (1 << 30)) for gib in sizes)
     config = load(given.config, ServeConfig)
     quiet_transformers()
     shape = read_shape(config.model.source, config.model.cache_dir)
-    plan = make_plan(config, shape, nodes=given.nodes,
-                     memory=None if given.memory is None else int(given.memory * (1 << 30)))  # fmt: skip
+    plan = make_plan(config, shape, nodes=given.nodes, memory=memory, host_memory=host_memory)
     print(json.dumps(dataclasses.asdict(plan) | {"fits": plan.fits}, indent=1) if given.json else show(plan))
     return 0 if plan.fits else 1

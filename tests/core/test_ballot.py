@@ -12,6 +12,7 @@ from distkv import ballot as ballots
 from distkv.ballot import NEUTRAL, Ballot, Decision, Pending, Vector, decide, encode, fault
 from distkv.books import Books
 from distkv.chain import Namer
+from distkv.pages import PagePool
 from tests.core.helpers import EXAMPLES
 
 SLOTS = 4
@@ -94,7 +95,7 @@ def test_a_digest_alone(digests: tuple[int, ...]) -> None:
 
 
 def books(pages: int = 16) -> Books:
-    return Books(pages, 0, Namer(Fingerprint(model="m"), 2), store_at_fill=False, asynchronous=False)
+    return Books(PagePool(pages), Namer(Fingerprint(model="m"), 2))
 
 
 def stored(made: Books, tokens: list[int]) -> np.ndarray:

@@ -10,6 +10,7 @@ import pytest
 from distkv import Adapter, InvariantError, Message, PrefixCache, Reason, Span
 from distkv.books import Books
 from distkv.chain import Namer
+from distkv.pages import PagePool
 from tests.core.helpers import FINGERPRINT, admit, prefill, request, serve, solo
 from tests.core.naive import contents
 
@@ -437,7 +438,7 @@ def test_a_match_is_the_callers() -> None:
 
 def test_a_cold_page_above_a_page_of_another_owner_can_be_evicted() -> None:
     """One page is computed by two, and the third who shared it all leaves last but one: nothing may be forgotten."""
-    books = Books(3, 0, Namer(FINGERPRINT, 2), store_at_fill=True, asynchronous=False)
+    books = Books(PagePool(3), Namer(FINGERPRINT, 2), store_at_fill=True)
     books.promise(3)
     short, long = books.namer.chain([1, 2]), books.namer.chain([1, 2, 3, 4])
     first = books.take(1)

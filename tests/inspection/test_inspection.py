@@ -97,7 +97,7 @@ def test_another_programs_configuration_class(tmp_path: Path, capsys: pytest.Cap
     path.write_text("pool: {pages: 9}\n")
     code, out, _ = command(capsys, "check-config", path, "--config-class", "distkv:Config", "--json")
     assert code == 0
-    assert {field["path"].split(".")[0] for field in json.loads(out)["fields"]} == {"cache", "pool", "group"}
+    assert {field["path"].split(".")[0] for field in json.loads(out)["fields"]} == {"cache", "pool", "host", "group"}
     for name in ("distkv:Nothing", "no.such.module:X", "distkv:load", ""):
         code, _, errors = command(capsys, "check-config", path, "--config-class", name)
         assert code == 2 and "--config-class" in errors

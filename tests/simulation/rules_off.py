@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from distkv import agreement, start
 from distkv import ballot as ballots
-from distkv import start
 from distkv.agreement import Agreement
 from distkv.books import Books, Call
 from distkv.entries import NO_PAGES
@@ -38,15 +38,17 @@ def agreed_room() -> Iterator[None]:
     def end(self: Agreement, minimum: Any) -> Any:
         if minimum is not None and self.ballot is not None and ballots.failed_rank(minimum) is None:
             minimum = minimum.copy()
-            own = ballots.encode(self.ballot, 0, self.queue_slots)
+            own = ballots.encode(self.ballot, 0, self.slots)
             minimum[ballots._ROOM] = own[ballots._ROOM]
-            minimum[ballots._ROWS + 2 :: 3] = own[ballots._ROWS + 2 :: 3]
+            live = slice(ballots._ROWS + 2, ballots._ROWS + 3 * self.slots.queue, 3)
+            minimum[live] = own[live]
         return honest(self, minimum)
 
     decide = ballots.decide
 
-    def without_leftover(minimum: Any, totals: Any, void: bool) -> Any:
-        return replace(decide(minimum, totals, void=void), leftover=0, short=0)  # which would differ at once
+    def without_leftover(minimum: Any, totals: Any, growths: Any = (), *, void: bool) -> Any:
+        # which would differ at once
+        return replace(decide(minimum, totals, growths, void=void), leftover=0, short=0)
 
     with _patched(Agreement, "end", end), _patched(ballots, "decide", without_leftover):
         yield
@@ -61,13 +63,17 @@ def cap_on_holds() -> Any:
 def commit_order() -> Iterator[None]:
     """Holds are dropped before the agreed pages are owned."""
 
-    def own(self: Agreement, row: Any, agreed: int) -> Any:
-        held, row.held = row.held, NO_PAGES
-        self.books.unhold(held)
-        self.books.pool.own(held[:agreed])
-        return held[:agreed]
+    honest = agreement.own
 
-    with _patched(Agreement, "_own", own):
+    def own(row: Any, matched: int, restorable: int, books: Books) -> Any:
+        held, row.held = row.held, NO_PAGES
+        books.unhold(held)
+        grant = honest(row, matched, restorable, books)
+        books.pool.own(held[:restorable])
+        grant.pages = held[:restorable]
+        return grant
+
+    with _patched(agreement, "own", own):
         yield
 
 
@@ -97,7 +103,7 @@ def epoch_rule() -> Iterator[None]:
     """Matches of an older epoch count at commit."""
     honest = ballots.decide
 
-    with _patched(ballots, "decide", lambda minimum, totals, void: honest(minimum, totals, void=False)):
+    with _patched(ballots, "decide", lambda *given, void: honest(*given, void=False)):
         yield
 
 
@@ -105,10 +111,11 @@ def epoch_rule() -> Iterator[None]:
 def agreed_leftover() -> Iterator[None]:
     """Each rank grows a sequence by its own room instead of the agreed leftover."""
 
-    def grow(self: Agreement, sequence: Any, pages: int) -> None:
+    def grow(self: Agreement, sequence: Any, pages: int, *, wait: bool = False) -> bool:
         if pages > self.books.room:
             raise NoRoom(pages - self.books.room, "its own room")
         sequence._grow(pages)
+        return True
 
     with _patched(Agreement, "grow", grow):
         yield
@@ -153,7 +160,7 @@ def live_until_retired() -> Iterator[None]:
 
     def release(self: Books, pages: Any, reserved: int) -> None:
         self.reserved -= reserved
-        self._free(pages)
+        self.free(pages)
 
     with _patched(Books, "release", release):
         yield

@@ -1,0 +1,66 @@
+"""How a cache gets its host tier: what it is told of the engine's memory, what it tells the others, what it takes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from distkv.config import Config
+from distkv.errors import ConfigError, MessageError
+from distkv.host.budget import HostAsk
+from distkv.host.copies import CopyEngine
+from distkv.host.kv import PagedKV
+from distkv.host.pages import HostPages
+from distkv.host.tier import HostTier
+from distkv.memory import host_memory
+from distkv.pages import PagePool
+
+if TYPE_CHECKING:
+    from distkv.start import Start
+
+__all__ = ["ask_of", "check_memory", "open_tier"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_memory(config: Config, kv: object, copies: object) -> None:
+    """Raises MessageError or ConfigError, on this rank, for memory that does not fit the configuration."""
+    if copies is not None and not isinstance(copies, CopyEngine):
+        raise MessageError(f"copies must be a distkv.CopyEngine or None, not a {type(copies).__name__}")
+    if kv is None:
+        if config.host.configured and copies is None:
+            raise ConfigError("host", "asks for a host tier, but the cache was given no memory to copy from: pass "
+                                      "kv=PagedKV(...), the engine's paged tensors")
+        return
+    if not isinstance(kv, PagedKV):
+        raise MessageError(f"kv must be a distkv.PagedKV or None, not a {type(kv).__name__}")
+    if kv.pages != config.pool.pages:
+        raise ConfigError("pool.pages", f"is {config.pool.pages}, but the engine's tensors have {kv.pages} pages")
+    if kv.layout.page_size != config.cache.page_size:
+        raise ConfigError("cache.page_size", f"is {config.cache.page_size}, but a page of the engine's tensors has "
+                                             f"{kv.layout.page_size} tokens")
+
+
+def ask_of(config: Config, kv: PagedKV | None) -> HostAsk | None:
+    """What this rank tells the others of its memory; None for a cache that has none to do with."""
+    if kv is None:
+        return None
+    return HostAsk.here(host_memory(), bytes_per_page=kv.bytes_per_page, layout=kv.layout.text)
+
+
+def open_tier(config: Config, start: Start, pool: PagePool, kv: PagedKV | None,
+              copies: CopyEngine | None) -> HostTier | None:
+    """The tier of this rank, with its memory; None if it has no host pages. Raises HostMemoryError."""
+    for line in start.plan:
+        logger.info("%s", line)
+    if not start.host_pages:
+        return None
+    host = config.host
+    if copies is None:
+        from distkv.host.open import open_copies
+
+        assert kv is not None
+        copies = open_copies(kv, start.host_pages, chunk_gib=host.chunk_gib, threads=host.copy_threads,
+                             load_timeout_s=host.load_timeout_s, require_pinned=host.require_pinned)
+    return HostTier(HostPages(start.host_pages, host.preemption_pages), copies, pool,
+                    write_ahead=host.write_policy == "finish")

@@ -1,0 +1,348 @@
+"""The index over two tiers: cold tails leave the device for the host tier, and come back.
+
+An entry's place is its device page or, behind the device's numbers, its host page. An entry on the device may have its
+bytes on the host as well, its *backup*: then it can leave the device without a copy. Device residency is prefix-closed,
+and a host page leaves leaf first, so what is indexed can always be reached.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distkv.chain import KeyChain
+from distkv.entries import Match
+from distkv.errors import InvariantError
+from distkv.host.tier import HostTier
+from distkv.index import PrefixIndex
+from distkv.pages import Ids, PagePool, positions
+from distkv.policy import Queue
+from distkv.runs import Root, Run
+
+__all__ = ["TieredIndex"]
+
+_NONE = -1
+
+
+class TieredIndex(PrefixIndex):
+    """A :class:`PrefixIndex` whose cold tails go to a :class:`HostTier` instead of being dropped.
+
+    Host pages are given up in the order of the last hit of what they hold: tails that are on the host alone, and
+    backups. If none can be, the page that was to be stored is dropped, and its descendants with it.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, tier: HostTier) -> None:
+        super().__init__(pool, page_size, tier.pages.total)
+        self.tier = tier
+        self.base = pool.total
+        self._backup = np.full(pool.total, _NONE, np.int32)  # of a device page: its host page
+        self._original = np.full(tier.pages.total, _NONE, np.int32)  # and the other way round
+        self._resident = 0
+        self._host_queue = Queue(self.base + tier.pages.total, self.recency.stamps)
+        tier.broken, tier.idle = self.host_broken, self._offer_host
+
+    @property
+    def resident(self) -> int:
+        return self._resident
+
+    def on_device(self, match: Match) -> int:
+        """How many leading pages of the match are on the device."""
+        if not len(match) or match.pages[-1] < self.base:
+            return len(match)
+        return int(np.count_nonzero(match.pages < self.base))
+
+    def hosts_of(self, places: Ids) -> list[int]:
+        """Host pages of places that are on the host alone."""
+        return (positions(places) - self.base).tolist()  # type: ignore[no-any-return]
+
+    # ---- storing
+
+    def _append(self, chain: KeyChain, pages: Ids, found: Match) -> int:
+        m = super()._append(chain, pages, found)
+        self._resident += m - len(found)
+        if self.tier.write_ahead:
+            self._write_ahead(pages[len(found) : m].tolist())
+        return m
+
+    def _adopt(self, chain: KeyChain, pages: Ids, found: Match) -> int:
+        """The caller computed pages that the index has on the host alone: it takes these, and the host's as backups."""
+        first = self.on_device(found)
+        for position in range(first, len(found)):
+            host = int(found.pages[position]) - self.base
+            if not self.promote(int(pages[position]), host):
+                return position
+        found.pages = np.concatenate([found.pages[:first], positions(pages[first : len(found)])])
+        return len(found)
+
+    def promote(self, device: int, host: int) -> bool:
+        """The entry that is on the host alone, in page ``host``, is on the device as well from now on: in ``device``.
+
+        The caller owns that page, and it has the host page's bytes. False, with nothing changed: there is no such
+        entry any more, the entry above it is not on the device, or the device page has an entry already.
+        """
+        run = self.entries.run_with(self.base + host)
+        if run is None or self.entries.run_of[device] >= 0:
+            return False
+        offset, above = run.pages.index(self.base + host), run.parent
+        if run.resident != offset or not (offset or isinstance(above, Root) or above.resident == len(above)):
+            return False
+        self._place(run, offset, device)
+        self._backup[device], self._original[host] = host, device
+        run.set_resident(offset + 1)
+        self._resident += 1
+        self.pool.enter(np.array([device]))
+        self._offer_host(host)
+        return True
+
+    def _place(self, run: Run, offset: int, place: int) -> None:
+        """The entry's place is another one from now on; its last hit stays what it was."""
+        old = run.pages[offset]
+        run.pages[offset] = place
+        self.entries.run_of[old] = _NONE
+        self.entries.run_of[place] = run.slot
+        self.recency.stamp[place] = self.recency.stamp[old]
+
+    def _write_ahead(self, pages: list[int]) -> None:
+        """Stores device pages, as long as host pages can be had: they can leave later without a copy."""
+        for page in pages:
+            host = self._host_page()
+            if host is None:
+                return
+            self._backup[page], self._original[host] = host, page
+            self.tier.store(page, host)
+
+    # ---- release
+
+    def _release_tail(self, run: Run, take: int) -> None:
+        """The last ``take`` device pages go to the host tier, the first of them first; from one that cannot on, all go.
+
+        They are free at once: the next writer of each waits for the copy that reads it.
+        """
+        stop = run.resident
+        hosts = self._hosts_for(run.page_ids(stop - take, stop).tolist())
+        if len(hosts) < take:
+            self.tier.dropped += take - len(hosts)
+            self._drop_subtree(run, stop - take + len(hosts))
+            if not hosts:
+                return
+        self._demote(run, hosts)
+
+    def _hosts_for(self, pages: list[int]) -> list[int]:
+        """A host page for each device page, its backup or a new one, up to the first for which there is none."""
+        tier, hosts, backups = self.tier, [], []
+        for page in pages:
+            host = int(self._backup[page])
+            if host != _NONE:
+                tier.pages.read(np.array([host]))  # or it would be given up for one of the others
+                backups.append(host)
+            else:
+                taken = self._host_page()
+                if taken is None:
+                    break
+                host = taken
+                tier.store(page, host)
+            hosts.append(host)
+        tier.let_go(backups)
+        return hosts
+
+    def _demote(self, run: Run, hosts: list[int]) -> None:
+        """The last device pages of the run leave the device; these host pages have or will have their bytes."""
+        for host in reversed(hosts):
+            offset = run.resident - 1
+            page = run.pages[offset]
+            self._place(run, offset, self.base + host)
+            self._backup[page] = self._original[host] = _NONE
+            run.set_resident(offset)
+            self._resident -= 1
+            self.pool.leave_one(page)
+        self._offer_above(run)
+
+    def _offer_above(self, run: Run | Root) -> None:
+        super()._offer_above(run)
+        self._offer_host_tail(run)
+
+    # ---- the host's side of it
+
+    def _host_page(self) -> int | None:
+        """A free host page of the tier's share, if need be the coldest tail's. None if there is none to be had."""
+        pages = self.tier.pages
+        if not pages.tier_has_room and not self._give_up_coldest():
+            return None
+        return pages.take()
+
+    def _give_up_coldest(self) -> bool:
+        """One idle host page is free afterwards: a backup's, or that of a tail on the host alone. False: there is none.
+
+        What is passed over is offered again when it becomes idle or a tail.
+        """
+        stamp = self.recency.stamp
+        while (place := self._host_queue.pop()) is not None:
+            host = place - self.base
+            if not self.tier.pages.idle(host):
+                continue
+            device = int(self._original[host])
+            if device != _NONE:
+                if stamp[device] > stamp[place]:
+                    stamp[place] = stamp[device]
+                    self._host_queue.push(place)
+                    continue
+                self._drop_backup(host)
+                return True
+            run = self.entries.run_with(place)
+            if run is not None and not run.children and run.pages[-1] == place:
+                self._drop_last(run)
+                return True
+        return False
+
+    def _offer_host(self, host: int) -> None:
+        """Nobody but the index has the host page."""
+        if self.tier.pages.idle(host):
+            self._host_queue.push(self.base + host)
+
+    def _offer_host_tail(self, run: Run | Root) -> None:
+        if isinstance(run, Run) and not run.children and run.resident < len(run):
+            self._offer_host(run.pages[-1] - self.base)
+
+    def _drop_backup(self, host: int) -> None:
+        self._backup[self._original[host]] = _NONE
+        self._original[host] = _NONE
+        self.tier.pages.leave(host)
+
+    def host_broken(self, host: int) -> None:
+        """The host page holds nothing of use: a backup is forgotten, an entry leaves with its descendants."""
+        if not self.tier.pages.indexed(host):
+            return
+        if self._original[host] != _NONE:
+            self._drop_backup(host)
+        else:
+            self.drop(self.base + host)
+
+    def _left(self, places: Ids) -> None:
+        at = positions(places)
+        device = at[at < self.base]
+        self._resident -= len(device)
+        for host in (*self._backup[device].tolist(), *(at[at >= self.base] - self.base).tolist()):
+            if host != _NONE:
+                self._host_left(host)
+        self._backup[device] = _NONE
+        self.pool.leave(device)
+
+    def _left_one(self, place: int) -> None:
+        self._left(np.array([place]))
+
+    def _host_left(self, host: int) -> None:
+        self._original[host] = _NONE
+        self.tier.pages.leave(host)
+
+    # ---- suspended requests
+
+    def keep(self, request_id: str, pages: Ids, owners: int = 1) -> int:
+        """Moves the last of a suspended sequence's stored pages to the share of suspended requests. Returns how many.
+
+        They are those that nobody but it has, from its last page up; all of them, or none if the share is too small.
+        The sequence still owns them, ``owners`` times.
+        """
+        runs = self._own_tail(pages, owners)
+        count = sum(take for _, take in runs)
+        kept = self.tier.pages
+        fresh = [h for run, take in runs for h in self._backup[run.page_ids(run.resident - take, run.resident)].tolist()
+                 if h == _NONE or not kept.is_kept(h)]
+        if not count or len(fresh) > kept.may_keep:
+            return 0
+        names: list[int] = []
+        for run, take in runs:
+            hosts = self._hosts_to_keep(run, take)
+            names += hosts
+            if len(hosts) < take:  # what could be kept of the run stays in the tier as any other page does
+                break
+            self._demote(run, hosts)
+        self.tier.kept.setdefault(request_id, []).extend(names)
+        return len(names)
+
+    def _own_tail(self, pages: Ids, owners: int) -> list[tuple[Run, int]]:
+        """The runs at the end of a sequence's pages, last first, with how many of their last pages only it has."""
+        found: list[tuple[Run, int]] = []
+        last: Run | None = None
+        for page in reversed(pages.tolist()):
+            run = self.entries.run_with(page)
+            alone = self.pool.owners[page] == owners and not self.pool.holds[page]
+            if run is None or not alone:
+                break
+            if run is last:
+                found[-1] = run, found[-1][1] + 1
+                continue
+            below = last is not None and last.parent is run and found[-1][1] == last.resident
+            if run.pages[run.resident - 1] != page or run.warm != below or (last is not None and not below):
+                break
+            found.append((run, 1))
+            last = run
+        return found
+
+    def _hosts_to_keep(self, run: Run, take: int) -> list[int]:
+        """As :meth:`_hosts_for`, out of the share of suspended requests; each is kept from now on."""
+        pages, hosts = self.tier.pages, []
+        for page in run.page_ids(run.resident - take, run.resident).tolist():
+            host = int(self._backup[page])
+            if host == _NONE:
+                if not pages.free and not self._give_up_coldest():
+                    break
+                taken = pages.take()
+                assert taken is not None
+                host = taken
+                self._backup[page], self._original[host] = host, page
+                self.tier.store(page, host)
+            pages.keep(host)
+            hosts.append(host)
+        return hosts
+
+    # ---- the end of a tier's content
+
+    def forget_device(self) -> None:
+        """No device page is indexed any more. What has a backup is on the host alone, all else leaves."""
+        todo = [run for run in self.runs() if run.resident and not run.warm]
+        while todo:
+            run = todo.pop()
+            while run.resident:
+                offset = run.resident - 1
+                host = int(self._backup[run.pages[offset]])
+                if host != _NONE:
+                    self._demote(run, [host])
+                else:
+                    self._drop_subtree(run, offset)
+            if isinstance(run.parent, Run) and run.parent.resident and not run.parent.warm:
+                todo.append(run.parent)
+
+    def forget_host(self) -> None:
+        """No host page is indexed any more; entries on the device stay."""
+        for host in np.flatnonzero(self._original != _NONE).tolist():
+            self._drop_backup(host)
+        for run in self.runs():
+            if self.entries.runs[run.slot] is run and run.resident < len(run):
+                self._drop_subtree(run, run.resident)
+
+    # ---- checks
+
+    def check(self) -> None:
+        super().check()
+        pages, waiting = self.tier.pages, self._host_queue.ids()
+        resident = 0
+        named: set[int] = set(self._original[np.flatnonzero(self._original != _NONE)].tolist())
+        if named != set(np.flatnonzero(self._backup != _NONE).tolist()):
+            raise InvariantError("backups and their originals disagree")
+        hosts = set(np.flatnonzero(self._original != _NONE).tolist())
+        for run in self.runs():
+            resident += run.resident
+            places = run.pages[run.resident :]
+            if any(place < self.base for place in places):
+                raise InvariantError(f"{run} has a device page behind its first host page")
+            hosts.update(place - self.base for place in places)
+            tail = run.pages[-1]
+            if tail >= self.base and not run.children and pages.idle(tail - self.base) and tail not in waiting:
+                raise InvariantError(f"host page {tail - self.base}, the idle tail of {run}, is not offered")
+        for host in np.flatnonzero(self._original != _NONE).tolist():
+            if pages.idle(host) and self.base + host not in waiting:
+                raise InvariantError(f"host page {host}, an idle backup, is not offered")
+        if resident != self._resident:
+            raise InvariantError(f"{resident} entries are on the device, counted were {self._resident}")
+        if hosts != {h for h in range(pages.total) if pages.indexed(h)}:
+            raise InvariantError("the host tier knows of indexed pages that the index does not have, or the reverse")
+        self._host_queue.check()
