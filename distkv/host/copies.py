@@ -84,7 +84,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Until a running copy has ended, or for so long. For an engine that has nothing else to do; changes nothing."""
+        """Until a running copy has ended, or for so long; at once if none runs. For an engine that has nothing else to
+        do; changes nothing."""
 
     @abstractmethod
     def load_s(self, pages: int) -> float | None:
