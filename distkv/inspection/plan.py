@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import sys
@@ -162,6 +163,7 @@ def _node_memory(given: int | None) -> tuple[int | None, str]:
     return (given, "each node, as given") if given is not None else (read_host_memory().room, _HERE)
 
 
+@functools.cache
 def metadata_bytes_per_page(page_size: int, pages: int = 1024) -> int:
     """Bytes of bookkeeping for each page of a pool whose every page is cached, by tracemalloc on a small pool.
 
