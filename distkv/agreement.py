@@ -213,8 +213,8 @@ class Agreement:
         if not pending.read_in:
             return False
         keys, limit = pending.chain.keys, pending.limit
-        return any(at < limit and keys[at] == sequence.chain.keys[at]
-                   for sequence in self.loading.values() if (at := sequence.reads_from) is not None)
+        return any(sequence.read_in is not None and (at := sequence.read_in.first) < limit
+                   and keys[at] == sequence.chain.keys[at] for sequence in self.loading.values())
 
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
@@ -314,9 +314,9 @@ class Agreement:
         ready: list[Sequence] = []
         short: list[Sequence] = []
         for sequence, pages in zip(ballot.loads, ballots.restored(minimum, self.slots, len(ballot.loads)), strict=True):
-            if pages is None or sequence.ended:  # still loading; or aborted or put back since begin
+            if pages is None or sequence.read_in is None:  # still loading; or aborted or put back since begin
                 continue
-            if sequence.read_in_whole(pages):
+            if pages == sequence.read_in.pages:
                 del self.loading[sequence.id]
                 sequence._loaded()
                 ready.append(self._ready(sequence))

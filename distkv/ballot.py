@@ -200,7 +200,8 @@ def encode(ballot: Ballot, digest: int, slots: Slots) -> Vector:
         vector[at : at + _ROW_FIELDS] = (len(row.held), len(row.held) + len(row.hosts), row.live)
     for i, sequence in enumerate(ballot.loads):
         at = _ROWS + _ROW_FIELDS * slots.queue + _LOAD_FIELDS * i
-        vector[at : at + _LOAD_FIELDS] = sequence.read_in_state
+        assert sequence.read_in is not None
+        vector[at : at + _LOAD_FIELDS] = sequence.read_in.state
     return vector
 
 

@@ -50,7 +50,8 @@ class Sequence:
         self.epoch = books.epoch
         self.reserved = total - len(matched)
         """Pages promised and not opened yet."""
-        self._read_in = read_in
+        self.read_in = read_in
+        """The loads that it waits for; None if it can run."""
         self.ended: str | None = None
         """How it ended: finished, aborted, suspended, or put back into the queue."""
         self.to_resume: Request | None = None
@@ -75,23 +76,7 @@ class Sequence:
     @property
     def read_in_progress(self) -> bool:
         """True while pages of the host tier are being loaded, on any rank; the sequence must not run then."""
-        return self._read_in is not None
-
-    @property
-    def reads_from(self) -> int | None:
-        """The first page that is being read in on some rank; None if none is."""
-        return self._read_in.first if self._read_in is not None else None
-
-    def read_in_whole(self, pages: int) -> bool:
-        """Whether so many leading pages are all that was to be read in."""
-        assert self._read_in is not None
-        return pages == self._read_in.pages
-
-    @property
-    def read_in_state(self) -> tuple[int, int]:
-        """For the ballot: 1 if this rank's loads have ended or are overdue, and the leading pages that are there."""
-        assert self._read_in is not None
-        return self._read_in.state
+        return self.read_in is not None
 
     @property
     def page_indices(self) -> Pages:
@@ -255,9 +240,9 @@ class Sequence:
 
     def _loaded(self) -> None:
         """All ranks have read it in: what was loaded enters the index here, and it runs."""
-        assert self._read_in is not None
-        self._read_in.enter(self._books)
-        self._read_in = None
+        assert self.read_in is not None
+        self.read_in.enter(self._books)
+        self.read_in = None
 
     def _give_back(self) -> None:
         """Reading it in ended short, or for nothing: it gives back what it has, and its request waits again."""
@@ -284,9 +269,9 @@ class Sequence:
         pages: Ids = self.owned_pages
         self._n_pages = self._n_owned = 0
         reserved, self.reserved = self.reserved, 0
-        if self._read_in is not None:
-            pages = self._read_in.give_back(self._books, pages)
-            self._read_in = None
+        if self.read_in is not None:
+            pages = self.read_in.give_back(self._books, pages)
+            self.read_in = None
         self._books.release(pages, reserved)
         self._on_end(self)
 

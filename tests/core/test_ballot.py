@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from distkv import Fingerprint, Request
 from distkv import ballot as ballots
-from distkv.ballot import NEUTRAL, Ballot, Decision, Pending, Vector, decide, encode, fault
+from distkv.ballot import NEUTRAL, Ballot, Decision, Pending, Slots, Vector, decide, encode, fault
 from distkv.books import Books
 from distkv.chain import Namer
 from distkv.pages import PagePool
 from tests.core.helpers import EXAMPLES
 
-SLOTS = 4
+SLOTS = Slots(4, 2)
 ROW = st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(1, 8)).map(
     lambda row: (row[0], min(row[0], row[1]), max(row[0] + 1, row[2])))  # matched, live <= matched < total
 
 
 def vector(room: int, rows: list[tuple[int, int]], digest: int = 5) -> Vector:
     """A ballot with these (matched, live)."""
-    made = np.full(ballots.ballot_size(SLOTS), NEUTRAL, np.int64)
+    made = np.full(SLOTS.size, NEUTRAL, np.int64)
     made[1:4] = (digest, -digest, room)
     for i, (matched, live) in enumerate(rows):
         made[4 + 3 * i : 7 + 3 * i] = (matched, matched, live)
@@ -30,13 +30,13 @@ def vector(room: int, rows: list[tuple[int, int]], digest: int = 5) -> Vector:
 
 
 @settings(max_examples=300 * EXAMPLES, deadline=None, derandomize=EXAMPLES == 1)
-@given(st.integers(0, 30), st.lists(ROW, max_size=SLOTS), st.booleans())
+@given(st.integers(0, 30), st.lists(ROW, max_size=SLOTS.queue), st.booleans())
 def test_one_decision(room: int, rows: list[tuple[int, int, int]], void: bool) -> None:
     totals = [total for _, _, total in rows]
     found = decide(vector(room, [(matched, live) for matched, live, _ in rows]), totals, void=void)
     needs = [total - (0 if void else live) for _, live, total in rows]
     n = len(found.admitted)
-    assert found.admitted == tuple(0 if void else matched for matched, _, _ in rows[:n])
+    assert found.admitted == tuple((0, 0) if void else (matched, matched) for matched, _, _ in rows[:n])
     assert found.leftover == room - sum(needs[:n]) >= 0
     if n < len(rows):
         assert found.short == needs[n] - found.leftover > 0, "strictly in order: the first that does not fit ends it"
@@ -58,12 +58,33 @@ def test_the_minimum_fits_every_rank(ranks: list[tuple[int, list[tuple[int, int,
         new = sum(total - live for total, (_, live, _) in zip(totals[: len(found.admitted)], rows, strict=False))
         assert new <= room
         for agreed, (matched, _, _) in zip(found.admitted, rows, strict=False):
-            assert agreed <= matched
+            assert agreed[0] <= agreed[1] <= matched
 
 
 def test_nothing_to_decide() -> None:
-    assert decide(vector(7, []), [], void=False) == Decision((), 0, 7)
-    assert decide(vector(0, [(0, 0)]), [1], void=False) == Decision((), 1, 0)
+    assert decide(vector(7, []), [], void=False) == Decision((), 0, 0, 7)
+    assert decide(vector(0, [(0, 0)]), [1], void=False) == Decision((), 0, 1, 0)
+
+
+def test_those_that_grow_come_first() -> None:
+    """In order of asking; while one of them waits, nothing is admitted."""
+    free = vector(7, [(2, 0)])
+    assert decide(free, [3], [1, 2], void=False) == Decision(((2, 2),), 2, 0, 1)
+    assert decide(free, [3], [5, 3], void=False) == Decision((), 1, 1, 2)
+    assert decide(free, [3], [8], void=False) == Decision((), 0, 1, 7)
+    assert decide(free, [3], [7], void=False) == Decision((), 1, 3, 0)
+
+
+def test_read_ins() -> None:
+    """All ranks have to be done; then what counts is what all have."""
+    def told(*pairs: tuple[int, int]) -> Vector:
+        made = vector(1, [])
+        made[4 + 3 * 4 : 4 + 3 * 4 + 2 * len(pairs)] = np.array(pairs).reshape(-1)
+        return made
+
+    minimum = np.minimum(told((1, 5), (1, 3)), told((0, 2), (1, 2)))
+    assert ballots.restored(minimum, SLOTS, 2) == [None, 2]
+    assert ballots.restored(minimum, SLOTS, 0) == []
 
 
 def test_faults() -> None:
@@ -72,7 +93,7 @@ def test_faults() -> None:
     assert ballots.failed_rank(failed) == 2
     assert not ballots.diverged(failed), "a fault says nothing about the others' histories"
     assert (fault(0, SLOTS)[1:] == NEUTRAL).all()
-    assert fault(0, SLOTS).shape == (ballots.ballot_size(SLOTS),) == vector(1, []).shape
+    assert fault(0, SLOTS).shape == (SLOTS.size,) == vector(1, []).shape
 
 
 @pytest.mark.parametrize("digests", [(1, 2), (0, 1), (2**62 - 1, 0), (5, 5, 6), (6, 5, 5), (2**62 - 1, 2**62 - 2)])
@@ -88,10 +109,10 @@ def test_equal_digests(digest: int) -> None:
 @pytest.mark.parametrize("digests", [(1, 2), (2**64 - 1, 2**64 - 2), (7, 7, 7)])
 def test_a_digest_alone(digests: tuple[int, ...]) -> None:
     minimum = np.minimum.reduce([ballots.check(digest) for digest in digests])
-    assert len(minimum) == ballots.ballot_size(0) == len(fault(0, 0))
+    assert len(minimum) == 4 == len(fault(0))
     assert ballots.diverged(minimum) is (len(set(digests)) > 1)
     assert ballots.failed_rank(minimum) is None
-    assert ballots.failed_rank(np.minimum(minimum, fault(1, 0))) == 1
+    assert ballots.failed_rank(np.minimum(minimum, fault(1))) == 1
 
 
 def books(pages: int = 16) -> Books:
@@ -133,7 +154,7 @@ def test_encoding() -> None:
     found = encode(ballot, (1 << 64) - 1, SLOTS)
     mask = (1 << 62) - 1
     assert found.dtype == np.int64
-    assert found.tolist() == [NEUTRAL, mask, -mask, 15, 3, 3, 1, 0, 0, 0] + [NEUTRAL] * 6
+    assert found.tolist() == [NEUTRAL, mask, -mask, 15, 3, 3, 1, 0, 0, 0] + [NEUTRAL] * 10
     ballot.let_go(made)
     ballot.let_go(made)
     assert not made.pool.holds.any(), "and twice is once"

@@ -15,23 +15,37 @@ from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
-           "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables"]
+           "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
+           "tiered", "readin", "admission", "waiting", "preemption", "prefetch", "host.copies", "host.pages",
+           "host.tier", "host.layout"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog", "layout",
-        "_settings", "_values", "_loading", "_yaml"]
-LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml"], ["chain"],
-          ["pages", "faults"], ["runs"],
-          ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"],
-          ["books", "stats"], ["request", "sequence"], ["ballot", "tables"], ["group", "agreement", "watchdog"],
-          ["torch_group", "mpi_group", "start", "lockstep"], ["cache"]]
-PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "memory", "_interfaces", "_parent",
-            "_streams", "_text"]
+        "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
+LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml", "memory",
+           "_text", "host.copies", "host.layout"], ["chain", "host.budget"],
+          ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
+          ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"],
+          ["books"], ["readin"], ["request", "sequence"], ["ballot", "tables", "stats"],
+          ["waiting", "admission", "preemption", "prefetch"], ["group", "agreement", "watchdog"],
+          ["torch_group", "mpi_group", "start", "lockstep", "host.opening"], ["cache"]]
+COPYING = ["host.kv", "host.memory", "host._engine", "host.threads", "host.cuda", "host.scripted", "host.open"]
+PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "_interfaces", "_parent", "_streams"]
+
+
+def path_of(module: str) -> Path:
+    return PACKAGE / f"{module.replace('.', '/')}.py"
+
+
+def module_of(name: str) -> str:
+    """The module of distkv that an import names: ``host.tier`` for ``distkv.host.tier.HostTier``."""
+    parts = name.split(".")[1:]
+    return ".".join(parts[:2]) if parts[0] == "host" and len(parts) > 1 else parts[0]
 
 
 def imports(module: str, *, at_run_time: bool = True) -> set[str]:
     """Every module that a file of the core imports; without those under ``if TYPE_CHECKING``."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(path_of(module).read_text(encoding="utf-8"))
     if at_run_time:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -97,7 +111,7 @@ def test_sans_io(module: str) -> None:
     assert not tops & FORBIDDEN
     assert not any(name.startswith(("torch.distributed", "torch.cuda")) for name in found)
     assert "torch" not in tops or module == "encoding"
-    source = (PACKAGE / f"{module}.py").read_text(encoding="utf-8")
+    source = path_of(module).read_text(encoding="utf-8")
     calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
     assert not calls & {"print", "open", "input", "hash", "id", "repr", "eval", "exec"}, "nor what differs by process"
 
@@ -105,18 +119,19 @@ def test_sans_io(module: str) -> None:
 def test_layers() -> None:
     rank = {module: i for i, row in enumerate(LAYERS) for module in row}
     assert set(rank) == set(CORE)
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *CORE, *PROGRAMS}, "each module has its place"
+    files = [*PACKAGE.glob("*.py"), *PACKAGE.glob("host/*.py")]
+    there = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in files}
+    assert there == {"__init__", "host.__init__", *CORE, *PROGRAMS, *COPYING}, "each module has its place"
     for module in CORE:
-        inside = {name.split(".")[1] for name in imports(module) if name.startswith("distkv.")} & set(rank)
-        above = {other for other in inside if rank[other] > rank[module]}
+        found = {module_of(name) for name in imports(module) if name.startswith("distkv.")}
+        above = {other for other in found & set(rank) if rank[other] > rank[module]}
         assert not above, f"{module} imports {above}, which lie above it"
-        outside = {name.split(".")[1] for name in imports(module) if name.startswith("distkv.")} - set(rank)
-        assert not outside & {"engine", "testing", "inspection", "bench", *PROGRAMS}
+        assert not (found - set(rank)) & {"engine", "testing", "inspection", "bench", *PROGRAMS}
 
 
 @pytest.mark.parametrize("module", CORE)
 def test_files_stay_readable(module: str) -> None:
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(path_of(module).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"

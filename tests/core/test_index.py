@@ -352,7 +352,7 @@ def reason_of(cache: PrefixCache, tokens: list[int], **options: object) -> tuple
 
 
 def test_every_reason_is_given_and_counted() -> None:
-    """N6; the group minimum between ranks is tested with the agreement."""
+    """N6; the group minimum between ranks is tested with the agreement, a failed load with the host tier."""
     cache = solo(pages=12)
     image, other = [Span(0, 1, b"1" * 16)], [Span(0, 1, b"2" * 16)]
     assert reason_of(cache, LONG[:5]) == (0, Reason.NEVER_SEEN)
@@ -381,7 +381,7 @@ def test_every_reason_is_given_and_counted() -> None:
     (sequence,) = cache.end_step().ready
     assert (sequence.cached_tokens, sequence.record.reason) == (0, Reason.BUMP_OR_RESET)
     assert cache.stats().reasons[str(Reason.BUMP_OR_RESET)] == sequence_before.get(str(Reason.BUMP_OR_RESET), 0) + 1
-    assert set(cache.stats().reasons) == {str(r) for r in Reason}
+    assert set(cache.stats().reasons) == {str(r) for r in Reason} - {"load failed"}, "which needs a host tier"
     assert sum(cache.stats().reasons.values()) == cache.stats().requests
 
 

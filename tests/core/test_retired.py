@@ -29,7 +29,7 @@ class Device:
 
 def free_at_once(self: Books, pages: Any, reserved: int) -> None:
     self.reserved -= reserved
-    self._free(pages)
+    self.free(pages)
 
 
 def aborted_in_flight(cache: PrefixCache) -> Device:

@@ -134,7 +134,8 @@ def test_nothing_can_be_called_after_the_end(end: str) -> None:
     sequence = prefill(admit(cache, "1", LONG[:5], output_limit=4))
     getattr(sequence, end)()
     before = cache.stats()
-    calls = {"open": (1,), "append": ([1],), "commit": (0,), "truncate": (0,), "finish": (), "abort": ()}
+    calls = {"open": (1,), "append": ([1],), "commit": (0,), "truncate": (0,), "finish": (), "abort": (),
+             "suspend": ()}
     for call, arguments in calls.items():
         with pytest.raises(SequenceError, match=r"was (finished|aborted)"):
             getattr(sequence, call)(*arguments)

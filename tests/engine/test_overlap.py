@@ -177,7 +177,7 @@ def test_pages_of_a_pass_in_flight_are_nobodys_until_it_has_landed(
 
     def release(self: Books, pages: np.ndarray, reserved: int) -> None:
         self.reserved -= reserved
-        self._free(pages)
+        self.free(pages)
 
     monkeypatch.setattr(Books, "release", release)
     first, second = pages_in_flight(folders("llama", 4), monkeypatch)
