@@ -81,7 +81,9 @@ class ThreadedCopies(TrackedCopies):
         return super().load_s(-(-pages // side_by_side))
 
     def close(self) -> None:
-        """Fails what has not begun, waits for the rest, ends the threads and gives back the rows."""
+        """Fails what has not begun, waits for the rest, ends the threads and gives back the rows. Can be called again.
+
+        ``poll`` still tells how the copies ended."""
         with self._change:
             self._closed = self._closing = True
             for job in list(self._jobs.values()):
@@ -93,9 +95,10 @@ class ThreadedCopies(TrackedCopies):
         for thread in self._threads:
             thread.join(min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX))
         if any(thread.is_alive() for thread in self._threads):
-            logger.warning("a copy between pool and host has run for %g s and is left behind; its thread ends with it",
-                           self._limit_s)
-        self.rows.close()  # a row that is still being copied stays until then
+            logger.warning("a copy between pool and host did not end within %g s and is left behind, with the host's "
+                           "memory; its thread ends with it", self._limit_s)
+        else:
+            self.rows.close()
 
     def _start(self, copies: list[Copy]) -> None:
         with self._change:

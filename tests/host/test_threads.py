@@ -1,0 +1,328 @@
+"""Copies by threads: every byte arrives, in an order that the copies name, and a failure stays with its copy."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distkv.errors import CopyFailed, InvariantError, LayoutMismatch
+from distkv.host.copies import Copy, CopyState, Kind
+from distkv.host.kv import PagedKV
+from distkv.host.memory import HostRows
+from distkv.host.open import open_copies
+from distkv.host.threads import ThreadedCopies
+from tests.host.plans import HOST_PAGES, PAGES, Plan, row_of, small_pool, small_rows
+
+LIMIT_S = 60.0
+STORE, LOAD = Kind.STORE, Kind.LOAD
+
+
+class Gated(ThreadedCopies):
+    """Tells in which order copies move, and lets a test hold the first ones back or fail some."""
+
+    def __init__(self, kv: PagedKV, *, threads: int = 1, load_timeout_s: float = LIMIT_S) -> None:
+        self.begun: list[Copy] = []
+        self.moved: list[Copy] = []
+        self.gates: dict[Copy, threading.Event] = {}
+        self.errors: dict[Copy, BaseException] = {}
+        self.arrived = threading.Semaphore(0)
+        super().__init__(kv, small_rows(kv), threads=threads, load_timeout_s=load_timeout_s)
+
+    def _move(self, copy: Copy) -> None:
+        self.begun.append(copy)
+        self.arrived.release()
+        if copy in self.gates:
+            self.gates[copy].wait(LIMIT_S)
+        if copy in self.errors:
+            raise self.errors[copy]
+        super()._move(copy)
+        self.moved.append(copy)
+
+    def hold(self, copy: Copy) -> threading.Event:
+        self.gates[copy] = threading.Event()
+        return self.gates[copy]
+
+
+def drain(engine: ThreadedCopies, copies: list[Copy]) -> list[Copy]:
+    told: list[Copy] = []
+    while len(told) < len(copies):
+        engine.wait(LIMIT_S)
+        told += engine.poll()
+    assert set(told) == set(copies)
+    return told
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Gated]]:
+    """Engines that are closed whatever happens, with all gates open."""
+    engines: list[Gated] = []
+
+    def made(*, threads: int = 1, load_timeout_s: float = LIMIT_S) -> Gated:
+        engines.append(Gated(small_pool()[1], threads=threads, load_timeout_s=load_timeout_s))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        for gate in engine.gates.values():
+            gate.set()
+        engine.close()
+        assert not any(thread.is_alive() for thread in engine._threads)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_copies_leave_the_bytes_of_sequential_order(seed: int) -> None:
+    dice = random.Random(seed)
+    data, kv = small_pool()
+    rows = small_rows(kv)
+    engine = ThreadedCopies(kv, rows, threads=1 + seed % 4)
+    try:
+        Plan(engine, data, rows, dice, write=lambda page, number: data[:, :, page].fill_(number),
+             turn=lambda: None).run(120)
+    finally:
+        engine.close()
+
+
+def test_pages_go_out_and_come_back() -> None:
+    """Through what chooses the engine."""
+    pool = torch.randn(3, 2, 8, 4, 2, 5).to(torch.bfloat16)
+    before = pool.clone()
+    engine = open_copies(PagedKV(pool), 4, threads=2)
+    assert isinstance(engine, ThreadedCopies)
+    try:
+        stores = [Copy(STORE, page, host) for host, page in enumerate([1, 6, 3])]
+        engine.submit(stores)
+        assert all(copy.state is CopyState.RUNNING for copy in stores)
+        engine.fence(stores)
+        pool[:, :, [1, 6, 3, 5]] = float("nan")
+        loads = [Copy(LOAD, page, host) for host, page in enumerate([5, 1, 3])]
+        engine.submit(loads)
+        assert all(copy.state is CopyState.DONE for copy in drain(engine, stores + loads))
+    finally:
+        engine.close()
+    wanted = before.clone()
+    wanted[:, :, [5, 1, 3]] = before[:, :, [1, 6, 3]]
+    wanted[:, :, 6] = float("nan")
+    assert torch.equal(pool.view(torch.int16), wanted.view(torch.int16))
+
+
+def test_loads_overtake_stores_that_wait(make: Callable[..., Gated]) -> None:
+    engine = make()
+    stores = [Copy(STORE, page, page) for page in range(4)]
+    gate = engine.hold(stores[0])
+    engine.submit(stores)
+    engine.arrived.acquire(timeout=LIMIT_S)
+    loads = [Copy(LOAD, 4, 4), Copy(LOAD, 5, 4)]
+    engine.submit(loads)
+    gate.set()
+    drain(engine, stores + loads)
+    assert engine.moved == [stores[0], *loads, *stores[1:]]
+
+
+def test_what_a_load_or_a_fence_waits_for_overtakes_too(make: Callable[..., Gated]) -> None:
+    engine = make()
+    stores = [Copy(STORE, page, page % 5) for page in range(6)]
+    stores[5].after = (stores[0], stores[4])
+    gate = engine.hold(stores[0])
+    engine.submit(stores)
+    engine.arrived.acquire(timeout=LIMIT_S)
+    load = Copy(LOAD, 4, 0, source=stores[5])
+    engine.submit([load])
+    threading.Thread(target=gate.set).start()
+    engine.fence([stores[2]])
+    assert stores[2] in engine.moved
+    drain(engine, [*stores, load])
+    assert engine.moved == [stores[0], stores[2], stores[4], stores[5], load, stores[1], stores[3]]
+
+
+def test_a_fence_returns_when_its_copies_have_ended(make: Callable[..., Gated]) -> None:
+    engine = make(threads=2)
+    good, bad, other = Copy(STORE, 0, 0), Copy(STORE, 1, 1), Copy(STORE, 2, 2)
+    engine.errors[bad] = OSError("no")
+    gates = [engine.hold(copy) for copy in (good, bad)]
+    engine.submit([good, bad, other])
+    for _ in gates:
+        engine.arrived.acquire(timeout=LIMIT_S)
+    threading.Thread(target=lambda: [gate.set() for gate in gates]).start()
+    engine.fence([good, bad])
+    assert good in engine.moved
+    drain(engine, [good, bad, other])
+    engine.fence([good, bad, other])
+
+
+def test_a_failure_is_the_copys_and_that_of_loads_that_read_it(make: Callable[..., Gated]) -> None:
+    engine = make(threads=2)
+    bad, good = Copy(STORE, 0, 0), Copy(STORE, 1, 1)
+    reads, waits = Copy(LOAD, 2, 0, source=bad), Copy(LOAD, 3, 1, source=good, after=(bad,))
+    overwrites = Copy(STORE, 4, 0, after=(bad, reads))
+    error = engine.errors[bad] = OSError("no such page")
+    engine.submit([bad, good, reads, waits, overwrites])
+    drain(engine, [bad, good, reads, waits, overwrites])
+    assert bad.state is CopyState.FAILED and bad.error is error
+    assert reads.state is CopyState.FAILED and isinstance(reads.error, CopyFailed)
+    assert [copy.state for copy in (good, waits, overwrites)] == [CopyState.DONE] * 3
+    assert reads not in engine.begun
+    late = Copy(LOAD, 5, 0, source=bad)
+    engine.submit([late])
+    assert late.state is CopyState.FAILED
+    assert drain(engine, [late]) == [late]
+
+
+def test_a_load_of_a_store_that_failed_and_was_not_polled(make: Callable[..., Gated]) -> None:
+    engine = make()
+    bad = Copy(STORE, 0, 0)
+    engine.errors[bad] = OSError("no such page")
+    engine.submit([bad])
+    engine.fence([bad])
+    load = Copy(LOAD, 1, 0, source=bad)
+    engine.submit([load])
+    drain(engine, [bad, load])
+    assert isinstance(load.error, CopyFailed)
+    assert load not in engine.begun
+
+
+def test_a_page_that_is_none_fails_alone(make: Callable[..., Gated]) -> None:
+    engine = make()
+    wrong = [Copy(STORE, PAGES, 0), Copy(STORE, -1, 0), Copy(LOAD, 0, HOST_PAGES), Copy(LOAD, 0, -1)]
+    good = Copy(STORE, 1, 1)
+    engine.submit([*wrong, good])
+    assert all(copy.state is CopyState.FAILED and isinstance(copy.error, CopyFailed) for copy in wrong)
+    drain(engine, [*wrong, good])
+    assert good.state is CopyState.DONE
+    assert engine.begun == [good]
+
+
+def test_what_cannot_be_submitted_takes_nothing(make: Callable[..., Gated]) -> None:
+    engine = make()
+    one, two = Copy(STORE, 0, 0), Copy(STORE, 1, 1)
+    for batch in ([one, one], [one, Copy(LOAD, 2, 2, source=two)], [one, Copy(STORE, 2, 2, after=(two,))]):
+        with pytest.raises(InvariantError, match=r"submitted"):
+            engine.submit(batch)
+    assert one.state is CopyState.PREPARED
+    with pytest.raises(InvariantError, match=r"a fence waits for"):
+        engine.fence([one])
+    engine.submit([one, two])
+    with pytest.raises(InvariantError, match=r"store of page 0 to host page 0 was submitted before"):
+        engine.submit([one])
+    drain(engine, [one, two])
+
+
+def test_a_load_that_takes_too_long_is_overdue_and_still_ends(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Gated(small_pool()[1], threads=2, load_timeout_s=1e-9)
+    load, store = Copy(LOAD, 0, 0), Copy(STORE, 1, 1)
+    gates = [engine.hold(load), engine.hold(store)]
+    engine.submit([load, store])
+    assert not load.overdue
+    assert engine.poll() == []
+    assert load.overdue and load.state is CopyState.RUNNING
+    assert not store.overdue
+    for _ in gates:
+        engine.arrived.acquire(timeout=LIMIT_S)
+    with caplog.at_level(logging.WARNING):
+        engine.close()
+    assert "left behind" in caplog.text
+    for gate in gates:
+        gate.set()
+    for thread in engine._threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert set(engine.poll()) == {load, store}
+    assert load.state is CopyState.DONE and load.overdue
+
+
+def test_loads_are_measured_and_stores_are_not(make: Callable[..., Gated]) -> None:
+    engine = make(threads=2)
+    store = Copy(STORE, 0, 0)
+    engine.submit([store])
+    drain(engine, [store])
+    assert engine.load_s(4) is None
+    load = Copy(LOAD, 1, 0)
+    engine.submit([load])
+    drain(engine, [load])
+    one = engine.load_s(1)
+    assert one is not None and one > 0
+    assert engine.load_s(2) == one, "side by side"
+    assert engine.load_s(5) == pytest.approx(3 * one)
+
+
+def test_close_ends_what_runs_and_fails_what_waits() -> None:
+    engine = Gated(small_pool()[1])
+    chunk = weakref.ref(engine.rows.row(0).untyped_storage())
+    runs, waits, follows = Copy(STORE, 0, 0), Copy(STORE, 1, 1), Copy(STORE, 2, 0)
+    follows.after = (runs,)
+    gate = engine.hold(runs)
+    engine.submit([runs, waits, follows])
+    engine.arrived.acquire(timeout=LIMIT_S)
+    threading.Thread(target=gate.set).start()
+    engine.close()
+    engine.close()
+    assert engine.moved == [runs]
+    assert not any(thread.is_alive() or thread.daemon for thread in engine._threads)
+    assert set(engine.poll()) == {runs, waits, follows}
+    assert runs.state is CopyState.DONE
+    assert all(copy.state is CopyState.FAILED and isinstance(copy.error, CopyFailed) for copy in (waits, follows))
+    late = Copy(STORE, 1, 1)
+    engine.submit([late])
+    assert late.state is CopyState.FAILED
+    assert "closed" in str(late.error)
+    assert chunk() is None
+
+
+def test_nothing_is_left_of_an_engine_that_could_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, kv = small_pool()
+    before = threading.enumerate()
+    with pytest.raises(LayoutMismatch, match=r"page_size is 7 here and 3 there"):
+        ThreadedCopies(kv, HostRows(replace(kv.layout, page_size=7), 2))
+    start, started = threading.Thread.start, []
+
+    def third_fails(self: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", third_fails)
+    rows = small_rows(kv)
+    chunk = weakref.ref(rows.row(0).untyped_storage())
+    with pytest.raises(RuntimeError, match=r"can't start"):
+        ThreadedCopies(kv, rows, threads=4)
+    assert len(started) == 2
+    assert threading.enumerate() == before
+    assert chunk() is None
+
+
+def test_idle_threads_end_with_the_main_thread(make: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that forgets to close, or could not, does not hang at its end."""
+    engine = make(threads=2)
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    with engine._change:
+        engine._change.notify_all()
+    for thread in engine._threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_only_pools_that_can_be_copied(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(LayoutMismatch, match=r"this one is on meta"):
+        open_copies(PagedKV(torch.zeros(1, 2, 2, 2, 1, 1, device="meta")), 2)
+    with caplog.at_level(logging.INFO, logger="distkv.host.open"):
+        open_copies(small_pool()[1], 3, threads=1).close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("host tier: 3 pages, 0.00 GiB, pageable; a page is int32, 3 tokens, 2 layers")
+
+
+def test_rows_hold_what_the_pool_held(make: Callable[..., Gated]) -> None:
+    engine = make()
+    copy = Copy(STORE, 4, 2)
+    engine.submit([copy])
+    drain(engine, [copy])
+    assert torch.equal(engine.rows.row(2), row_of(engine._kv, 4))
