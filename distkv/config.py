@@ -113,8 +113,8 @@ class HostConfig(Section):
     page."""
 
     gib_per_node: float | None = setting(None, agreed=False, above=0, high=_MAX_GIB)
-    """Instead of pages: GiB of host memory for all ranks of this rank's node together, shared equally. The ranks of a
-    node are counted when the group starts."""
+    """Instead of pages: GiB of host memory for all ranks of this rank's node together, shared equally: those of the
+    group, or all that the launcher has started there if they are more. A container is a node of its own."""
 
     preemption_pages: int = setting(0, agreed=False, low=0, high=_MAX_PAGES)
     """How many of the host pages are kept for suspended requests; the tier has the others. Less than all."""

@@ -47,14 +47,9 @@ class Start:
     host_pages: int
     """Host pages of this rank, those of preemption_pages included; 0: no host tier."""
     ranks_on_node: int
-    """Ranks that share this rank's node, itself included."""
+    """Ranks of this group on this rank's node, itself included."""
     plan: tuple[str, ...]
     """The host tier of every node, a line each, and what speaks against it; empty if no rank has one."""
-
-
-def agree_at_start(group: Group, config: Config, namer: Namer, usable_pages: int) -> int:
-    """:func:`meet` for a cache without a host tier: the smallest pool of the group, in usable pages."""
-    return meet(group, config, namer, usable_pages).smallest_pool
 
 
 def meet(group: Group, config: Config, namer: Namer, usable_pages: int, *, host: HostAsk | None = None) -> Start:

@@ -16,6 +16,7 @@ from pathlib import Path
 from distkv._text import counted, size
 from distkv.config import HostConfig
 from distkv.errors import ConfigError
+from distkv.layout import ranks_on_host
 from distkv.memory import HostMemory
 
 __all__ = ["HostAsk", "NodeBudget", "Share", "host_pages", "nodes_of", "ranks_text", "settle"]
@@ -39,6 +40,8 @@ class HostAsk:
     """Bytes that can be had on the node, read when this rank's own pool and weights were there; None: unknown."""
     machine_available: int | None = None
     """Bytes that can be had on the machine, for all its containers together; None: unknown."""
+    local_ranks: int = 0
+    """Processes on this host as the launcher has counted them, those of other groups included; 0: it does not say."""
     bytes_per_page: int | None = None
     """Of this rank's KV memory; None: the cache has only its bookkeeping."""
     layout: str | None = None
@@ -54,7 +57,8 @@ class HostAsk:
         except OSError:
             container = ""
         return cls(name=name, node=f"{name} {boot} {container}", machine=boot, available=memory.room,
-                   machine_available=memory.available, bytes_per_page=bytes_per_page, layout=layout)
+                   machine_available=memory.available, local_ranks=ranks_on_host(0), bytes_per_page=bytes_per_page,
+                   layout=layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +156,8 @@ def settle(hosts: Sequence[HostConfig], asks: Sequence[HostAsk]) -> list[NodeBud
     node, or a machine with several of them (containers), has less memory than its ranks take.
     """
     nodes = nodes_of(asks)
-    count = {rank: len(ranks) for ranks in nodes for rank in ranks}
+    # gib_per_node is shared with the groups beside this one; each group checks its own bytes
+    count = {rank: max(len(ranks), *(asks[other].local_ranks for other in ranks)) for ranks in nodes for rank in ranks}
     shares = []
     for rank, (host, ask) in enumerate(zip(hosts, asks, strict=True)):
         pages = host_pages(host, ask.bytes_per_page, count[rank], where=f" on rank {rank}" if len(asks) > 1 else "")

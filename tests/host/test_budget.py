@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 
 from distkv import CacheConfig, Config, ConfigError, DistKVError, Fingerprint, GroupMismatch, HostConfig, PoolConfig
 from distkv.chain import Namer
-from distkv.group import LocalGroup, SoloGroup
+from distkv.group import LocalGroup
 from distkv.host.budget import HostAsk, host_pages, nodes_of, settle
 from distkv.memory import HostMemory, host_memory
-from distkv.start import Start, agree_at_start, meet
+from distkv.start import Start, meet
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -76,6 +77,13 @@ def test_ranks_of_a_node_need_not_be_neighbours() -> None:
     assert nodes_of([ask("a"), ask("b"), ask("a"), ask("b"), ask("c")]) == [[0, 2], [1, 3], [4]]
     budgets = settle([host(gib_per_node=1)] * 5, [ask("a"), ask("b"), ask("a"), ask("b"), ask("c")])
     assert {share.rank: share.pages for b in budgets for share in b.shares} == {0: 512, 2: 512, 1: 512, 3: 512, 4: 1024}
+
+
+def test_groups_beside_this_one_share_what_is_given_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    (budget,) = settle([host(gib_per_node=1)] * 2, [dataclasses.replace(ask("a"), local_ranks=n) for n in (0, 8)])
+    assert [share.pages for share in budget.shares] == [128, 128]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    assert HostAsk.here(HostMemory()).local_ranks == 6
 
 
 @pytest.mark.parametrize(("fields", "asks", "parts"), [
@@ -193,8 +201,6 @@ def test_every_rank_knows_its_own_share_and_the_whole_plan() -> None:
 
 def test_without_a_tier_there_is_no_plan() -> None:
     assert start([of(3), of(4)], [None, None]) == [Start(smallest_pool=3, host_pages=0, ranks_on_node=2, plan=())] * 2
-    namer = Namer(Fingerprint(model="m", weights_version="0"), 128, "xxh3_64")
-    assert agree_at_start(SoloGroup(), Config(), namer, 9) == 9
 
 
 @pytest.mark.parametrize(("fields", "words"), [
