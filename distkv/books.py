@@ -264,6 +264,8 @@ class Books:
         Sequences of earlier epochs never store; a reset of the host tier alone begins none.
         """
         self.generation += 1
+        if self.tier is not None and scope != "device":
+            self.tier.forget_all()
         if scope == "host":
             if self.tiered is not None:
                 self.tiered.forget_host()

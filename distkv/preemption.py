@@ -32,6 +32,10 @@ class Preemption:
         self._growing = [(sequence, pages) for sequence, pages in self._growing if not sequence.ended]
         return tuple(self._growing)
 
+    def asked_by(self, sequence: Sequence) -> int:
+        """Pages for which this one waits."""
+        return sum(pages for other, pages in self._growing if other is sequence)
+
     def grow_later(self, sequence: Sequence, pages: int) -> None:
         """The next ballots serve it ahead of all requests. A second call asks for that much more."""
         self.books.note(Call.GROW, tag_of(sequence.id), pages, 1)

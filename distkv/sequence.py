@@ -79,6 +79,11 @@ class Sequence:
         return self.read_in is not None
 
     @property
+    def promised(self) -> int:
+        """Pages that it owns or has reserved."""
+        return self._n_owned + self.reserved
+
+    @property
     def page_indices(self) -> Pages:
         """Page ids in order, int32 [pages]. Valid until the next call on this sequence; not to be modified."""
         return self._pages[: self._n_pages]

@@ -13,19 +13,21 @@ class WaitingQueue:
     """Pending requests, first in, first out, but for those that come back, which go to the head.
 
     A request that is aborted while a ballot is in flight keeps its place until the ballot has been decided upon: the
-    ranks may hear of the abort before or after.
+    ranks may hear of the abort before or after. For the same reason what comes back meanwhile joins it afterwards.
     """
 
     def __init__(self) -> None:
         self._queue: list[Pending] = []
         self._by_id: dict[str, Pending] = {}  # those that are not aborted
         self._aborted_in_flight = False
+        self._coming_back: list[Pending] = []
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Pending]:
-        return iter(self._queue)
+        yield from self._coming_back
+        yield from self._queue
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -33,7 +35,7 @@ class WaitingQueue:
     @property
     def ids(self) -> tuple[str, ...]:
         """Those that are not aborted, in order."""
-        return tuple(p.request.id for p in self._queue if not p.aborted)
+        return tuple(p.request.id for p in self if not p.aborted)
 
     def first(self, n: int) -> list[Pending]:
         """The first ``n``."""
@@ -44,9 +46,12 @@ class WaitingQueue:
         self._queue.append(pending)
         self._by_id[pending.request.id] = pending
 
-    def put_back(self, those: Sequence[Pending]) -> None:
-        """Ahead of all others, in this order."""
-        self._queue[0:0] = those
+    def put_back(self, those: Sequence[Pending], *, in_flight: bool = False) -> None:
+        """Ahead of all others, in this order; ``in_flight``: when the step has ended."""
+        if in_flight:
+            self._coming_back[0:0] = those
+        else:
+            self._queue[0:0] = those
         self._by_id.update((pending.request.id, pending) for pending in those)
 
     def abort(self, request_id: str, *, in_flight: bool) -> bool:
@@ -68,12 +73,19 @@ class WaitingQueue:
             del self._by_id[pending.request.id]
 
     def drop_aborted(self) -> None:
-        """No ballot is in flight any more."""
+        """The ballot in flight has been decided upon."""
         if self._aborted_in_flight:
             self._aborted_in_flight = False
             self._queue = [p for p in self._queue if not p.aborted]
 
+    def end_of_step(self) -> None:
+        """No ballot is in flight any more, and what was decided is done."""
+        self.drop_aborted()
+        back, self._coming_back = self._coming_back, []
+        self._queue[0:0] = [p for p in back if not p.aborted]
+
     def clear(self) -> None:
         """Nothing waits."""
         self._queue.clear()
+        self._coming_back.clear()
         self._by_id.clear()

@@ -117,6 +117,11 @@ class HostTier:
             if self.pages.unkeep(host):
                 self.idle(host)
 
+    def forget_all(self) -> None:
+        """:meth:`forget`, for every suspended request."""
+        for request_id in list(self.kept):
+            self.forget(request_id)
+
     # ---- ends
 
     def poll(self) -> list[Copy]:

@@ -16,7 +16,7 @@ from distkv import errors
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
            "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
-           "tiered", "readin", "admission", "waiting", "preemption", "prefetch", "host.copies", "host.pages",
+           "tiered", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies", "host.pages",
            "host.tier", "host.layout"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
@@ -27,7 +27,7 @@ LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_valu
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
           ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"],
           ["books"], ["readin"], ["request", "sequence"], ["ballot", "tables", "stats"],
-          ["waiting", "admission", "preemption", "prefetch"], ["group", "agreement", "watchdog"],
+          ["waiting", "admission", "preemption", "prefetch"], ["agreed"], ["group", "agreement", "watchdog"],
           ["torch_group", "mpi_group", "start", "lockstep", "host.opening"], ["cache"]]
 COPYING = ["host.kv", "host.memory", "host._engine", "host.threads", "host.cuda", "host.scripted", "host.open"]
 PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "_interfaces", "_parent", "_streams"]
