@@ -106,12 +106,12 @@ class Agreed:
     def grow(self, sequence: Sequence, pages: int, *, wait: bool = False) -> bool:
         """Reserves ``pages`` more out of the leftover; False: it is smaller, and the next ballots serve this first.
 
-        Without ``wait`` it raises NoRoom instead, with nothing reserved; and always for what no pool can hold.
+        Without ``wait`` it raises NoRoom instead, with nothing reserved; with it, only for what no pool can hold.
         """
         if pages < 0:
             raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")
         beyond = sequence.promised + self.preemption.asked_by(sequence) + pages - self.smallest_pool
-        if beyond > 0:
+        if wait and beyond > 0:
             raise NoRoom(beyond, f"growing sequence {sequence.id!r} beyond the smallest pool of the group, which has "
                                  f"{self.smallest_pool} pages")
         if wait and (pages > self.leftover or self.preemption.growing):

@@ -76,10 +76,14 @@ class HostTier:
             self._fence += [copy for page in pages.tolist() if (copy := self._leaving.get(page)) is not None]
 
     def flush(self) -> None:
-        """Hands all orders over to the copy engine, loads first."""
-        if self._orders:
-            orders, self._orders = self._orders, []
-            self.engine.submit(sorted(orders, key=lambda copy: copy.kind is Kind.STORE))
+        """Hands all orders over to the copy engine: loads, and what they wait for, ahead of all other stores."""
+        if not self._orders:
+            return
+        orders, self._orders = self._orders, []
+        loads = [copy for copy in orders if copy.kind is Kind.LOAD]
+        first = {other for copy in loads for other in (*copy.after, copy.source)}
+        stores = [copy for copy in orders if copy.kind is Kind.STORE]
+        self.engine.submit([*(s for s in stores if s in first), *loads, *(s for s in stores if s not in first)])
 
     def fence(self) -> None:
         """What the engine's compute launches from now on waits for the stores that read the pages it may write."""
