@@ -51,11 +51,15 @@ class ThreadedCopies(TrackedCopies):
         rows.layout.check_same(kv.layout)
         super().__init__(pages=kv.pages, host_pages=rows.pages, load_timeout_s=load_timeout_s)
         self._kv, self.rows = kv, rows
-        # One lock for all below; it is held for a few lines at a time, and never while bytes move.
-        self._change = threading.Condition()
+        # One lock for all below; it is held for a few lines at a time, and never while bytes move. Whoever wakes up needs
+        # the GIL, too, so nobody is woken for nothing.
+        lock = threading.Lock()
+        self._todo = threading.Condition(lock)
+        self._done = threading.Condition(lock)
         self._jobs: dict[Copy, _Job] = {}  # until its end was collected
         self._ready: list[tuple[bool, int, _Job]] = []  # a heap; a job that became urgent is there twice
         self._over: list[tuple[Copy, BaseException | None, float]] = []
+        self._awaited: set[_Job] = set()  # what a fence still waits for
         self._closing = False
         self._threads: list[threading.Thread] = []
         try:
@@ -72,8 +76,8 @@ class ThreadedCopies(TrackedCopies):
     def wait(self, timeout_s: float) -> None:
         """As the interface says; returns at once if nothing runs."""
         if self._running and not self._news:
-            with self._change:
-                self._change.wait_for(lambda: bool(self._over), timeout_s)
+            with self._done:
+                self._done.wait_for(lambda: bool(self._over), timeout_s)
 
     def load_s(self, pages: int) -> float | None:
         """As the interface says, with all threads at work."""
@@ -84,13 +88,13 @@ class ThreadedCopies(TrackedCopies):
         """Fails what has not begun, waits for the rest, ends the threads and gives back the rows. Can be called again.
 
         ``poll`` still tells how the copies ended."""
-        with self._change:
+        with self._todo:
             self._closed = self._closing = True
             for job in list(self._jobs.values()):
                 if not job.started and not job.ended:
                     job.ended = True
                     self._over.append((job.copy, CopyFailed("the copy engine was closed before this copy began"), 0.0))
-            self._change.notify_all()
+            self._todo.notify_all()
         end = time.monotonic() + self._limit_s
         for thread in self._threads:
             thread.join(min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX))
@@ -101,7 +105,7 @@ class ThreadedCopies(TrackedCopies):
             self.rows.close()
 
     def _start(self, copies: list[Copy]) -> None:
-        with self._change:
+        with self._todo:
             for copy in copies:
                 job = self._jobs[copy] = _Job(copy, urgent=copy.kind is Kind.LOAD)
                 for other in self._before(job):
@@ -113,10 +117,9 @@ class ThreadedCopies(TrackedCopies):
                 if job.urgent:
                     self._hurry(self._before(job))
                 self._go_on(job)
-            self._change.notify_all()
 
     def _collect(self) -> Iterable[tuple[Copy, BaseException | None]]:
-        with self._change:
+        with self._done:
             over, self._over = self._over, []
             for copy, _, _ in over:
                 del self._jobs[copy]
@@ -126,11 +129,14 @@ class ThreadedCopies(TrackedCopies):
             yield copy, error
 
     def _fence(self, copies: list[Copy]) -> None:
-        with self._change:
+        with self._done:
             jobs = [self._jobs[copy] for copy in copies]
             self._hurry(jobs)
-            self._change.notify_all()
-            self._change.wait_for(lambda: all(job.ended for job in jobs))
+            self._awaited = {job for job in jobs if not job.ended}
+            try:
+                self._done.wait_for(lambda: not self._awaited)
+            finally:
+                self._awaited = set()  # an interrupt, too
 
     # ---- with the lock held
 
@@ -158,9 +164,11 @@ class ThreadedCopies(TrackedCopies):
             self._finish(job, job.error, 0.0)
         else:
             heapq.heappush(self._ready, (not job.urgent, job.copy.order, job))
+            self._todo.notify()
 
     def _finish(self, job: _Job, error: BaseException | None, seconds: float) -> None:
         job.ended, job.error = True, error
+        self._awaited.discard(job)
         self._over.append((job.copy, error, seconds))
         for follower in job.followers:
             follower.waits -= 1
@@ -180,21 +188,23 @@ class ThreadedCopies(TrackedCopies):
             except BaseException as problem:  # handed to the cache's thread, as the copy's error
                 logger.debug("a copy between pool and host failed", exc_info=True)
                 error = problem
-            with self._change:
-                self._finish(job, error, time.perf_counter() - begun)
-                self._change.notify_all()
+            seconds = time.perf_counter() - begun
+            with self._done:
+                self._finish(job, error, seconds)
+                if not self._awaited:
+                    self._done.notify_all()
             job = None  # an idle worker keeps nothing alive
 
     def _next(self) -> _Job | None:
         """The next copy, when there is one; None when it is time to end."""
-        with self._change:
+        with self._todo:
             while not self._closing and threading.main_thread().is_alive():
                 while self._ready:
                     _, _, job = heapq.heappop(self._ready)
                     if not job.started:
                         job.started = True
                         return job
-                self._change.wait(_LOOK_S)
+                self._todo.wait(_LOOK_S)
         return None
 
     def _move(self, copy: Copy) -> None:

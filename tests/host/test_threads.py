@@ -304,8 +304,8 @@ def test_idle_threads_end_with_the_main_thread(make: Callable[..., Gated], monke
     ended.start()
     ended.join()
     monkeypatch.setattr(threading, "main_thread", lambda: ended)
-    with engine._change:
-        engine._change.notify_all()
+    with engine._todo:
+        engine._todo.notify_all()
     for thread in engine._threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
