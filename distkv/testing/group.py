@@ -17,6 +17,7 @@ from distkv.cache import PrefixCache
 from distkv.config import Config
 from distkv.errors import GroupError
 from distkv.group import LocalGroup
+from distkv.host.copies import CopyEngine
 from distkv.keys import Fingerprint, Hash64
 from distkv.request import Message, StepResult
 
@@ -34,13 +35,18 @@ class Disagreement(AssertionError):
 class SimulatedGroup:
     """``len(configs)`` ranks. ``caches[r]`` is rank r's cache; local fields of its configuration may differ."""
 
-    def __init__(self, configs: Sequence[Config], fingerprint: Fingerprint, hash64: Hash64 | None = None) -> None:
-        """Raises what the caches raise at start, such as GroupMismatch."""
+    def __init__(self, configs: Sequence[Config], fingerprint: Fingerprint, hash64: Hash64 | None = None,
+                 copies: Sequence[CopyEngine | None] = ()) -> None:
+        """``copies``: each rank's copy engine, where the configurations ask for a host tier.
+
+        Raises what the caches raise at start, such as GroupMismatch.
+        """
         members = LocalGroup.make(len(configs), timeout_s=0)
+        engines = copies or [None] * len(configs)
         with ThreadPoolExecutor(len(configs)) as pool:  # the exchange at start is the one moment that waits
             self.caches = list(
-                pool.map(lambda pair: PrefixCache(pair[0], fingerprint, pair[1], hash64=hash64),
-                         zip(configs, members, strict=True))
+                pool.map(lambda given: PrefixCache(given[0], fingerprint, given[1], copies=given[2], hash64=hash64),
+                         zip(configs, members, engines, strict=True))
             )
         self.size = len(configs)
         self.members = members
@@ -118,11 +124,13 @@ class SimulatedGroup:
 
 def _agreed_state(cache: PrefixCache) -> dict[str, object]:
     running = [
-        (s.id, s.cached_tokens, s.seq_len, s.committed, s.reserved, len(s.page_indices), s.chain.tokens.tolist())
+        (s.id, s.cached_tokens, s.seq_len, s.committed, s.reserved, len(s.page_indices),
+         s.read_in_progress, s.chain.tokens.tolist())
         for s in cache.running.values()
     ]
     counters = cache._agreement.counters
-    state = {"running": running, "waiting": cache.waiting_ids, "leftover": cache.leftover, "steps": counters.steps,
+    state = {"running": running, "waiting": cache.waiting_ids, "suspended": list(cache.suspended),
+             "leftover": cache.leftover, "steps": counters.steps, "short": counters.short_read_ins,
              "collectives": counters.collectives, "epoch": cache._books.epoch}
     if cache._books.lockstep:
         state["pages"] = [s.page_indices.tolist() for s in cache.running.values()]
