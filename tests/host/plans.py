@@ -36,13 +36,15 @@ def row_of(kv: PagedKV, number: int) -> torch.Tensor:
 class Plan:
     """Stores, loads and kernels in a random order, with what each has to wait for; and what sequential order gives.
 
-    ``write(page, number)`` launches a kernel that fills a page of the pool. ``turn()`` lets the engine's copies go on.
+    ``write(page, number)`` launches a kernel that fills a page of the pool. ``turn()`` lets the engine's copies go on,
+    ``quiet()`` waits for all kernels.
     """
 
     def __init__(self, engine: CopyEngine, data: torch.Tensor, rows: HostRows, dice: random.Random, *,
-                 write: Callable[[int, int], None], turn: Callable[[], object]) -> None:
+                 write: Callable[[int, int], object], turn: Callable[[], object] = lambda: None,
+                 quiet: Callable[[], object] = lambda: None) -> None:
         self.engine, self.data, self.rows, self.dice = engine, data, rows, dice
-        self.write, self.turn = write, turn
+        self.write, self.turn, self.quiet = write, turn, quiet
         self.pool: list[int] = list(range(PAGES))
         self.host: list[int | None] = [None] * HOST_PAGES
         self.copies: list[Copy] = []
@@ -57,6 +59,7 @@ class Plan:
             self.engine.wait(10.0)
             self.turn()
             self.poll()
+        self.quiet()
         self.check()
 
     def running(self) -> list[Copy]:

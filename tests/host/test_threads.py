@@ -50,6 +50,18 @@ class Gated(ThreadedCopies):
         return self.gates[copy]
 
 
+class UntilClosing(threading.Event):
+    """A gate that opens when the engine is told to close, and not before."""
+
+    def __init__(self, engine: ThreadedCopies) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self.engine._todo:
+            return self.engine._todo.wait_for(lambda: self.engine._closing, timeout)
+
+
 def drain(engine: ThreadedCopies, copies: list[Copy]) -> list[Copy]:
     told: list[Copy] = []
     while len(told) < len(copies):
@@ -83,8 +95,7 @@ def test_random_copies_leave_the_bytes_of_sequential_order(seed: int) -> None:
     rows = small_rows(kv)
     engine = ThreadedCopies(kv, rows, threads=1 + seed % 4)
     try:
-        Plan(engine, data, rows, dice, write=lambda page, number: data[:, :, page].fill_(number),
-             turn=lambda: None).run(120)
+        Plan(engine, data, rows, dice, write=lambda page, number: data[:, :, page].fill_(number)).run(120)
     finally:
         engine.close()
 
@@ -256,10 +267,9 @@ def test_close_ends_what_runs_and_fails_what_waits() -> None:
     chunk = weakref.ref(engine.rows.row(0).untyped_storage())
     runs, waits, follows = Copy(STORE, 0, 0), Copy(STORE, 1, 1), Copy(STORE, 2, 0)
     follows.after = (runs,)
-    gate = engine.hold(runs)
+    engine.gates[runs] = UntilClosing(engine)
     engine.submit([runs, waits, follows])
     engine.arrived.acquire(timeout=LIMIT_S)
-    threading.Thread(target=gate.set).start()
     engine.close()
     engine.close()
     assert engine.moved == [runs]
