@@ -123,6 +123,7 @@ class Agreed:
             raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}"
                          + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
         sequence._grow(pages)
+        self.books.note(Call.GROW, tag_of(sequence.id), pages)
         self._leftover -= pages
         return True
 

@@ -259,7 +259,6 @@ class Sequence:
         self._pages = np.concatenate([self._pages, np.empty(pages, np.int32)])
         self.reserved += pages
         self._books.promise(pages)
-        self._books.note(Call.GROW, self._tag, pages)
 
     def _store(self) -> int:
         """Offers all full pages to the index. Returns how many leading ones are there."""
