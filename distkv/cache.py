@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Literal
@@ -19,7 +19,7 @@ from distkv.entries import CachedPrefix
 from distkv.errors import DistKVError, GroupError, InvariantError, MessageError, PeerFailed, SequenceError
 from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
-from distkv.host.copies import CopyEngine
+from distkv.host.copies import Copy, CopyEngine
 from distkv.host.kv import PagedKV
 from distkv.host.opening import ask_of, check_memory, open_tier
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
@@ -196,9 +196,10 @@ class PrefixCache:
     # ---- the host tier, on this rank
 
     def fence(self) -> None:
-        """To be called before a forward pass is launched: what the pass writes is not read by a copy any more.
+        """To be called behind the last ``open`` of a forward pass and before its launch: no copy reads what it writes.
 
-        On CUDA the current stream waits for the copies; on the CPU this thread does. Without a host tier it does
+        Opening a page may evict another one, whose bytes are still to be copied out of the very page that was opened.
+        On CUDA the current stream waits for such copies; on the CPU this thread does. Without a host tier it does
         nothing.
         """
         if self._books.tier is not None:
@@ -220,6 +221,14 @@ class PrefixCache:
         """
         if self.config.host.skip_slow_loads and tokens > 0 and seconds > 0:
             self._books.prefill_took(tokens, seconds)
+
+    def watch_copies(self, watch: Callable[[Copy], None] | None) -> None:
+        """``watch(copy)`` is called from now on for every copy that is ordered, before it begins; None: nobody is.
+
+        For whoever follows what a page holds. It must not call the cache.
+        """
+        if self._books.tier is not None:
+            self._books.tier.ordered = watch if watch is not None else lambda copy: None
 
     # ---- faults outside the ballot
 
