@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class Landed:
     """``[len(sampled), vocab]``."""
     tokens: list[int]
     """The token chosen for each row of logits."""
+    seconds: float
+    """What the pass took."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,21 +53,34 @@ class Flight:
     wait: Callable[[], Landed]
     """Waits for the end of the pass; raises what it raised."""
 
+    @property
+    def tokens(self) -> int:
+        """How many it computes."""
+        return sum(chunk.n for chunk in self.chunks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many of them are of prompts, or of what a suspended request has to compute again."""
+        return sum(chunk.n for chunk, request in zip(self.chunks, self.running, strict=True)
+                   if chunk.start < request.sequence.prompt_tokens)
+
 
 class Launcher:
     """Opens the slots of a batch and launches its forward pass over ``pool``.
 
     ``asynchronous``: passes run in a thread of the launcher's own, one after the other as launched, and :meth:`launch`
-    returns at once. A chosen token goes into its request's ``tokens`` before the next pass begins, so that one may be
-    launched which reads it. Raises ``ModelError`` then for a model that is not on the CPU.
+    returns at once. ``fence`` is called when the slots are open: what they cover may be written from then on. A chosen
+    token goes into its request's ``tokens`` before the next pass begins, so that one may be launched which reads it.
+    Raises ``ModelError`` then for a model that is not on the CPU.
     """
 
-    def __init__(self, model: Model, pool: KVPool, *, asynchronous: bool) -> None:
+    def __init__(self, model: Model, pool: KVPool, fence: Callable[[], None], *, asynchronous: bool) -> None:
         if asynchronous and model.device.type != "cpu":
             raise ModelError(f"cache.asynchronous is true, but the model is on {model.device}: this engine runs passes "
                              "ahead in a thread, and only on the CPU; set it to false")  # fmt: skip
         self.model = model
         self.pool = pool
+        self._fence = fence
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distkv-forward") if asynchronous else None
 
     def launch(self, chunks: Sequence[Chunk], running: list[Running], step: int) -> Flight:
@@ -78,6 +94,7 @@ class Launcher:
                 asked.append((request.sampling, request.promised))
                 request.promised += 1
         flight = Flight(step, chunks, running, slots, tables, sampled, lambda: landed)
+        self._fence()
         compute = partial(self._compute, flight, asked)
         if self._thread is not None:
             flight.wait = self._thread.submit(compute).result
@@ -86,6 +103,7 @@ class Launcher:
         return flight
 
     def _compute(self, flight: Flight, asked: list[tuple[Sampling | None, int]]) -> Landed:
+        began = time.perf_counter()
         chunks, running = flight.chunks, flight.running
         ids = [r.tokens[c.start : c.start + c.n].copy() for c, r in zip(chunks, running, strict=True)]
         rows = [(ids[i], c.start, flight.slots[i], flight.tables[i]) for i, c in enumerate(chunks)]
@@ -95,7 +113,7 @@ class Launcher:
         tokens = choose(logits, asked)
         for i, token, (_, position) in zip(flight.sampled, tokens, asked, strict=True):
             running[i].tokens[position] = token
-        return Landed(ids, logits, tokens)
+        return Landed(ids, logits, tokens, time.perf_counter() - began)
 
     def close(self) -> None:
         """Waits for what is in flight, and ends the thread."""

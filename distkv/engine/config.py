@@ -61,6 +61,12 @@ class EngineConfig(Section):
     output_limit: int = setting(64, agreed=True, low=1, high=1_048_576)
     """Tokens that an answer may have when a request does not say."""
 
+    reserve_tokens: int | None = setting(None, agreed=True, low=1, high=1_048_576)
+    """Tokens of an answer for which a request has to find room when it is admitted; when they are used up it asks for
+    so many more, in whole pages. If there is no room then, the request that was admitted last is suspended: it waits at
+    the head of the queue and goes on from where it was, with the pages that host.preemption_pages has kept for it.
+    null: the whole output limit at once, and nothing is ever suspended."""
+
     cache: Literal["on", "off"] = setting("on", agreed=True)
     """off: every request neither reads from the cache nor writes to it; everything else is the same."""
 

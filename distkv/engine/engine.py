@@ -27,6 +27,7 @@ from distkv.engine.tensor_parallel import check_group, place_in
 from distkv.errors import DistKVError, DuplicateRequest, MessageError, ModelError
 from distkv.faults import Fault
 from distkv.group import Group
+from distkv.host.copies import CopyEngine
 from distkv.keys import Fingerprint
 from distkv.torch_group import abort
 
@@ -44,7 +45,7 @@ class Engine:
     it. All three have the model's ranks, in its order; ``cache_group`` is None only for
     a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool that the memory cannot hold,
     ``GroupMismatch`` for ranks that were started differently, and ``NotInvariant``.
-    ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
+    ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`. ``copies`` is the cache's, for tests.
 
     The order of a step is told by three settings. Plainly: the cache's step, then a batch. With ``engine.overlap`` the
     batch comes between begin and end of the cache's step. With ``cache.asynchronous`` a batch is launched while the one
@@ -60,6 +61,7 @@ class Engine:
         cache_group: Group | None = None,
         handoff_group: dist.ProcessGroup | None = None,
         scheduler: Scheduler | None = None,
+        copies: CopyEngine | None = None,
     ) -> None:
         if config.parallel.tp != model.tp_size:
             raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model lies on {model.tp_size} rank(s)")
@@ -76,9 +78,10 @@ class Engine:
                              "false; load it again")  # fmt: skip
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
-        launcher = Launcher(model, self.pool, asynchronous=config.cache.asynchronous)
+        launcher = Launcher(model, self.pool, self._fence, asynchronous=config.cache.asynchronous)
         # First of all that the ranks do together: what follows is to be the same on all, and here they compare it.
-        self.cache = PrefixCache(config, _fingerprint(config, model), cache_group)
+        self.cache = PrefixCache(config, _fingerprint(config, model), cache_group,
+                                 kv=self.pool.paged(model.tp_rank, model.tp_size), copies=copies)
         if config.engine.batch_invariant:
             try:
                 enable(model, handoff_group)
@@ -95,8 +98,7 @@ class Engine:
         self._intake = Intake()
         grid = Grid(chunk_tokens=config.chunk_tokens, batch_tokens=config.engine.batch_tokens)
         self._work = Execution(
-            self.cache, model, launcher, scheduler or grid, tokenizer, config.engine.keep_conversations,
-            self._intake.ended,
+            self.cache, model, launcher, scheduler or grid, tokenizer, config.engine, self._intake.ended,
         )  # fmt: skip
         self._overlap = config.engine.overlap
         self._abort_waits = _aborting({model.tp_group, handoff_group})
@@ -110,6 +112,7 @@ class Engine:
     @recording.setter
     def recording(self, recording: Recording | None) -> None:
         self._work.recording = recording
+        self.cache.watch_copies(recording.copied if recording is not None else None)
 
     # ---- rank 0: requests in
 
@@ -250,13 +253,20 @@ class Engine:
             work.land(leave=launched)
             if not launched:
                 self.cache.retired(self.cache.steps)  # nothing is in flight
+                work.wait_for_copies()
             return
         launched = self._overlap and work.launch()
         work.land()
         work.end()
-        if not launched:
-            work.launch()
+        if launched:
+            return
+        if work.launch():
             work.land()
+        else:
+            work.wait_for_copies()
+
+    def _fence(self) -> None:
+        self.cache.fence()
 
     def close(self) -> None:
         """Gives the cache back. Groups and model stay with whoever made them."""

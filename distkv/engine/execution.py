@@ -12,10 +12,12 @@ import numpy as np
 
 from distkv.cache import PrefixCache
 from distkv.engine.batch import Flight, Landed, Launcher
+from distkv.engine.config import EngineConfig
 from distkv.engine.handoff import NewRequest, News
 from distkv.engine.model import Model
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, FinishReason
+from distkv.engine.reserve import Reserve
 from distkv.engine.schedule import Chunk, Runnable, Scheduler
 from distkv.engine.state import ConversationNames, Pending, Running, Said, check_plan, completion
 from distkv.errors import DistKVError, PeerFailed
@@ -39,7 +41,7 @@ class Execution:
         launcher: Launcher,
         scheduler: Scheduler,
         tokenizer: Any,
-        keep_conversations: int,
+        settings: EngineConfig,
         on_end: Callable[[str], None],
     ) -> None:
         self.cache = cache
@@ -47,12 +49,16 @@ class Execution:
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.recording: Recording | None = None
-        self.chains = ConversationNames(cache, keep_conversations)
+        self.chains = ConversationNames(cache, settings.keep_conversations)
         self.pending: dict[str, Pending] = {}
         self.news: dict[str, NewRequest] = {}
         self.running: dict[str, Running] = {}
+        self.suspended: dict[str, Running] = {}
+        """What suspended requests go on with when they are admitted again."""
         self.flights: deque[Flight] = deque()
         """Batches that were launched and have not landed, the oldest first."""
+        self._reserve = Reserve(cache, settings.reserve_tokens)
+        self._loading = False
         self._launcher = launcher
         self._on_end = on_end
         self._ended: list[Completion] = []
@@ -72,8 +78,8 @@ class Execution:
             chain = pending.chain if pending.chain is not None else self.chains.name(new)
             pending.chain = None
             request = Request(
-                id=new.id, chain=chain, output_limit=new.output_limit, matched_cap=new.matched_cap,
-                read=new.read, write=new.write, priority=new.priority,
+                id=new.id, chain=chain, output_limit=self._reserve.limit(len(new.tokens), new.output_limit),
+                matched_cap=new.matched_cap, read=new.read, write=new.write, priority=new.priority,
             )  # fmt: skip
             requests.append(request)
         if news.weights_version is not None or news.reset:
@@ -83,7 +89,8 @@ class Execution:
         ))  # fmt: skip
 
     def end(self) -> None:
-        """Ends the cache's step: what was refused is over, what was admitted runs. A ``PeerFailed`` costs the step."""
+        """Ends the cache's step: what was refused is over, what was admitted and read in runs, and what has to make
+        place is suspended. A ``PeerFailed`` costs the step."""
         try:
             result = self.cache.end_step()
         except PeerFailed as error:
@@ -91,16 +98,44 @@ class Execution:
             return
         for refused in result.refused:
             self.over(refused.request_id, "refused", refused.error)
+        for sequence in result.grown:
+            if sequence.id in self.running:
+                self.running[sequence.id].growing = False
         for sequence in result.ready:
             self._admit(sequence)
+        self._loading = bool(result.loading)
+        if any(running.growing for running in self.running.values()):  # or it was for one that has ended since
+            for name in result.to_preempt:
+                self._suspend(name)
+        self._reserve.grow(self.running.values())
 
     def _admit(self, sequence: CacheSequence) -> None:
-        new = self.news[sequence.id]
-        tokens = np.empty(len(new.tokens) + new.output_limit, dtype=np.int32)
-        tokens[: len(new.tokens)] = new.tokens
-        self.running[sequence.id] = Running(sequence, tokens, len(new.tokens), len(new.tokens), new.sampling)
+        name = sequence.id
+        running = self.suspended.pop(name, None)
+        if running is not None:
+            running.sequence = sequence
+        else:
+            new = self.news[name]
+            tokens = np.empty(len(new.tokens) + new.output_limit, dtype=np.int32)
+            tokens[: len(new.tokens)] = new.tokens
+            running = Running(sequence, tokens, len(new.tokens), len(new.tokens), new.sampling,
+                              cached_tokens=sequence.cached_tokens, host_tokens=sequence.record.host_tokens)
+        self.running[name] = running
         if self.recording is not None:
-            self.recording.admitted(sequence.id, new.tokens, sequence.cached_tokens, sequence.page_indices)
+            known = running.tokens[: running.known]
+            self.recording.admitted(name, known, sequence.cached_tokens, sequence.page_indices)
+
+    def _suspend(self, name: str) -> None:
+        running = self.running.pop(name, None)
+        if running is None:  # it has ended while the ballot was in flight
+            return
+        self._record_end(name, running)
+        self.suspended[name] = self._reserve.suspend(running)
+
+    def wait_for_copies(self) -> None:
+        """For a step that has computed nothing: if requests are being read in, waits a moment for a copy to end."""
+        if self._loading:
+            self.cache.wait_for_copies()
 
     # ---- batches
 
@@ -110,7 +145,8 @@ class Execution:
         With batches in flight it runs ahead: of an answer that may end with the token that a batch in flight will give,
         the next token is computed already. It is dropped if the answer does end there.
         """
-        runnable = [_runnable(name, r) for name, r in self.running.items() if _goes_on(r)]
+        able = ((name, r) for name, r in self.running.items() if _goes_on(r) and self._reserve.has_room(r))
+        runnable = [_runnable(name, r) for name, r in able]
         chunks = self.scheduler.plan(runnable)
         if not chunks:
             return False
@@ -141,6 +177,8 @@ class Execution:
         self.cache.retired(flight.step)
         if self.recording is not None:
             self.recording.ran(flight.chunks, landed.ids, flight.tables, flight.sampled, landed.logits)
+        if flight.prompt_tokens >= self.cache.config.cache.page_size:  # a shorter piece costs more than its tokens
+            self.cache.prefill_took(flight.tokens, landed.seconds)
         tokens = dict(zip(flight.sampled, landed.tokens, strict=True))
         for i, chunk in enumerate(flight.chunks):
             if self.running.get(chunk.request_id) is not flight.running[i]:
@@ -171,18 +209,22 @@ class Execution:
 
     def _finish(self, name: str, reason: FinishReason) -> None:
         running = self.running[name]
-        if self.recording is not None:
-            known = running.tokens[: running.known]
-            self.recording.ended(name, known, running.sequence.committed, running.sequence.page_indices)
+        self._record_end(name, running)
         running.sequence.finish()
         self.chains.keep(self.news[name], running.sequence.chain)
         self.over(name, reason)
+
+    def _record_end(self, name: str, running: Running) -> None:
+        if self.recording is not None:
+            known = running.tokens[: running.known]
+            self.recording.ended(name, known, running.sequence.committed, running.sequence.page_indices)
 
     # ---- the end
 
     def over(self, name: str, reason: FinishReason, error: DistKVError | None = None) -> None:
         """A request has ended; :meth:`take_ended` gives its completion."""
-        pending, running = self.pending.pop(name), self.running.pop(name, None)
+        pending = self.pending.pop(name)
+        running = self.running.pop(name, None) or self.suspended.pop(name, None)
         self.news.pop(name, None)
         self._on_end(name)
         self._ended.append(completion(name, pending, running, self.tokenizer, reason, error))

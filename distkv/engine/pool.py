@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from distkv.errors import ConfigError
+from distkv.host.kv import PagedKV
 from distkv.memory import host_memory
 
 __all__ = ["KVPool", "available_memory"]
@@ -107,6 +108,10 @@ class KVPool:
             hashes = np.fromiter((digest(data[i : i + size]) for i in range(0, len(data), size)), dtype=np.uint64)
             out[first : first + n] = hashes.reshape(n, 2, self.layers).transpose(0, 2, 1)
         return out
+
+    def paged(self, shard: int = 0, shards: int = 1) -> PagedKV:
+        """These pages as the host tier copies them; ``shard`` of ``shards``: this rank's share of the heads."""
+        return PagedKV(self.data, shard=shard, shards=shards)
 
     def bytes_per_page(self) -> int:
         """Bytes of one page, all layers, keys and values, on this rank."""

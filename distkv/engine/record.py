@@ -12,6 +12,7 @@ import xxhash
 
 from distkv.engine.pool import KVPool
 from distkv.engine.schedule import Chunk
+from distkv.host.copies import Copy, Kind
 
 __all__ = ["Place", "Recorded", "RecordedBatch", "RecordedRequest", "Recording", "logits_hash"]
 
@@ -68,11 +69,12 @@ class RecordedRequest:
 class Recording:
     """Gathers a run of one rank. An engine calls the methods; the results are ``batches`` and ``requests``.
 
-    Where a cached page came from is followed by its place in the pool and by nothing else: no key and no index is
-    asked, so the cache's own idea of what a page holds does not enter into the check of it.
+    Where a cached page came from is followed by its place in the pool and on the host, and by nothing else: no key and
+    no index is asked, so the cache's own idea of what a page holds does not enter into the check of it.
 
     ``requests`` is by request id. When an id is used again, the later request is recorded as ``id#2``, then ``id#3``
-    (in ``batches``, too).
+    (in ``batches``, too); and so are the parts of a request that was suspended, of which each but the last has ended
+    there.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -80,6 +82,7 @@ class Recording:
         self.batches: list[RecordedBatch] = []
         self.requests: dict[str, RecordedRequest] = {}
         self._writers: dict[int, list[Place]] = {}
+        self._on_host: dict[int, tuple[Place, ...]] = {}
         self._names: dict[str, str] = {}
 
     def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
@@ -127,6 +130,13 @@ class Recording:
     def origin_of(self, page: int) -> tuple[Place, ...]:
         """Where the tokens that lie in a page of the pool were computed."""
         return tuple(self._writers.get(page, ()))
+
+    def copied(self, copy: Copy) -> None:
+        """A page is to be copied between the pool and the host: what it holds goes with it."""
+        if copy.kind is Kind.STORE:
+            self._on_host[copy.host] = self.origin_of(copy.device)
+        else:
+            self._writers[copy.device] = list(self._on_host.get(copy.host, ()))
 
     def ended(self, request_id: str, tokens: np.ndarray, committed: int, pages: np.ndarray) -> None:
         """A request finished; its pages are still its own, and are hashed now."""

@@ -62,6 +62,7 @@ class Completion:
     """None without a tokenizer."""
     prompt_tokens: int
     cached_tokens: int
+    """Those of the prompt that were in the cache, on the device or the host; the others were computed."""
     ttft_s: float | None
     """Seconds from submit to the first token; None without a token, and on other ranks than rank 0."""
     steps: int
@@ -69,6 +70,20 @@ class Completion:
     finish_reason: FinishReason
     error: DistKVError | None = None
     """Why it was refused."""
+    host_tokens: int = 0
+    """Those of the cached tokens that were read in from the host, on this rank or another."""
+    suspended: int = 0
+    """How many times it was suspended to make room for others. What it had to compute again is not counted here."""
+
+    @property
+    def device_tokens(self) -> int:
+        """Those of the cached tokens that every rank had on the device."""
+        return self.cached_tokens - self.host_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Those of the prompt that were not in the cache."""
+        return self.prompt_tokens - self.cached_tokens
 
 
 def checked_fields(prompt: Prompt) -> Prompt:

@@ -38,6 +38,14 @@ class Running:
     promised: int
     sampling: Sampling | None = None
     steps: int = 0
+    cached_tokens: int = 0
+    """Those of the prompt that the cache had when it was first admitted."""
+    host_tokens: int = 0
+    """Those of them that some rank had to read in from the host."""
+    suspended: int = 0
+    """How many times it was suspended."""
+    growing: bool = False
+    """It waits for more pages, and is in no batch until it has them."""
 
 
 @dataclass(slots=True)
@@ -108,7 +116,9 @@ def completion(
         id=name, token_ids=out,
         text=tokenizer.decode(list(out), skip_special_tokens=True) if tokenizer is not None else None,
         prompt_tokens=pending.prompt_tokens,
-        cached_tokens=running.sequence.cached_tokens if running is not None else 0,
+        cached_tokens=running.cached_tokens if running is not None else 0,
+        host_tokens=running.host_tokens if running is not None else 0,
+        suspended=running.suspended if running is not None else 0,
         ttft_s=pending.first - pending.submitted if timed and pending.first is not None else None,
         steps=running.steps if running is not None else 0, finish_reason=reason, error=error,
     )  # fmt: skip

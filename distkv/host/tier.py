@@ -37,6 +37,8 @@ class HostTier:
         """``broken(host)``: what the page holds is of no use; its entry leaves the index. Set by the index."""
         self.idle: Callable[[int], None] = lambda host: None
         """``idle(host)``: nobody has the page but the index. Set by the index."""
+        self.ordered: Callable[[Copy], None] = lambda copy: None
+        """``ordered(copy)``: a copy was ordered, and no byte of it has moved yet. For whoever follows the bytes."""
         self.prefetches: dict[int, Copy] = {}
         """Loads that nobody waits for yet, by host page; their device pages are owned by them."""
         self.kept: dict[str, list[int]] = {}
@@ -58,6 +60,7 @@ class HostTier:
         self._storing[host] = self._leaving[device] = copy
         self._orders.append(copy)
         self.stores += 1
+        self.ordered(copy)
 
     def load(self, host: int, device: int) -> Copy:
         """Copies a host page to a device page that the caller owns. The host page has a reader until it ends."""
@@ -68,6 +71,7 @@ class HostTier:
         self._loading.add(copy)
         self._orders.append(copy)
         self.loads += 1
+        self.ordered(copy)
         return copy
 
     def written_next(self, pages: Ids) -> None:
