@@ -92,13 +92,14 @@ class Agreement(Agreed):
         for pending in queue:
             pending.ballots += 1
         free = next((i for i, pending in enumerate(queue) if self._being_read_in(pending)), len(queue))
-        if self._fault is None and self.prefetch:
-            prefetch(queue[:free], self.books)
-        self.ballot = ballot = self._new_ballot()
         if self._fault is not None:
             raise self._fault
-        read_in = [tag_of(sequence.id) for sequence in ballot.loads]
-        self.books.note(Call.STEP, ballot.step, self.books.epoch, *(pending.tag for pending in queue), *read_in)
+        # Before any lookup: one that fails must leave the digest as it is on the other ranks.
+        read_in = [tag_of(sequence.id) for sequence in islice(self.loading.values(), self.slots.loading)]
+        self.books.note(Call.STEP, self.books.step, self.books.epoch, *(p.tag for p in queue), *read_in)
+        if self.prefetch:
+            prefetch(queue[:free], self.books)
+        self.ballot = ballot = self._new_ballot()
         ballot.behind = tuple(queue[free:])
         ballots.fill(ballot, self.books, queue[:free])
         return ballots.encode(ballot, self.books.digest, self.slots)
