@@ -1,65 +1,155 @@
-"""What the pages of a simulated rank hold, and the forward passes that still read and write them."""
+"""What the pages of a simulated rank hold in both tiers, and the forward passes and copies that read and write them.
+
+A pass is launched into a stream, as on a GPU: it runs later, behind those launched before it, and reads and writes its
+pages only then. Who reads what somebody else has written by then, raises Disagreement.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 
+from distkv.host.copies import Copy, Kind
 from distkv.sequence import Sequence
 from distkv.testing.group import Disagreement
+
+Slots = list[int | None]
+"""One value for each token of a page: it stands for the whole prefix up to there, and so for the token's KV."""
 
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """A forward pass in flight: ``sequence`` runs in it, and it reads or writes all its ``pages``."""
+    """A forward pass in flight, of ``sequence`` alone: it reads ``read`` tokens and writes from token ``first`` on."""
 
     step: int
     sequence: Sequence
-    pages: frozenset[int]
+    epoch: int
+    pages: list[int]
+    """Of the sequence, in order."""
+    values: list[int]
+    """Of its tokens, in order, as far as it reads."""
+    read: int
+    first: int
+    written: list[int]
+    uses: frozenset[int]
+    """Pages that nobody else may write until its step was retired."""
 
 
-@dataclass(slots=True)
 class Content:
-    """The modelled content of one rank's pages: the epoch and the whole prefix that each page was written for.
+    """The modelled bytes of one rank, and its stream of passes.
 
-    ``asynchronous``: a pass ends when its step is retired, at some later time; until then nobody else may write its
-    pages. Otherwise it has ended when the call that launched it returns.
+    ``asynchronous``: a pass uses its pages until its step is retired; until then nobody else may launch a write of
+    them. ``lagging``: passes run when :meth:`run` says so, otherwise when they are launched.
     """
 
-    size: int
-    asynchronous: bool = False
-    of_page: dict[int, object] = field(default_factory=dict)
-    flights: list[Pass] = field(default_factory=list)
+    def __init__(self, size: int, pages: int, host_pages: int = 0, *, asynchronous: bool = False,
+                 lagging: bool = False) -> None:
+        self.size = size
+        self.asynchronous = asynchronous
+        self.lagging = lagging
+        self.device: Slots = [None] * (size * pages)
+        self.written_in: list[int] = [-1] * pages
+        """The epoch in which the content of a page came there."""
+        self.host: list[Slots] = [[None] * size] * host_pages
+        self.stored_in: list[int] = [-1] * host_pages
+        """Resets of the host tier before a page was stored."""
+        self.host_resets = 0
+        self.launched_passes = 0
+        self.run_passes = 0
+        self._stream: deque[Pass] = deque()
+        self._flights: list[Pass] = []
+        self._values: dict[str, tuple[Sequence, list[int]]] = {}
 
-    def _prefix(self, sequence: Sequence, page: int) -> object:
-        chain = sequence.chain
-        return (sequence.epoch, chain.root, tuple(chain.slice(0, (page + 1) * self.size).tolist()))
+    # ---- passes
 
     def launched(self, sequence: Sequence, n: int, step: int) -> None:
         """A pass was launched that writes the last ``n`` opened tokens. Raises Disagreement for a foreign write."""
         pages = sequence.page_indices.tolist()
+        first = sequence.seq_len - n
         if self.asynchronous:
-            written = set(pages[(sequence.seq_len - n) // self.size :])
-            for flight in self.flights:
-                if flight.sequence is not sequence and not written.isdisjoint(flight.pages):
-                    raise Disagreement(f"{sequence} writes pages {sorted(written & flight.pages)}, which the pass of "
+            written = set(pages[first // self.size :])
+            for flight in self._flights:
+                if flight.sequence is not sequence and not written.isdisjoint(flight.uses):
+                    raise Disagreement(f"{sequence} writes pages {sorted(written & flight.uses)}, which the pass of "
                                        f"{flight.sequence} in step {flight.step} uses and which is still in flight")
-            self.flights.append(Pass(step, sequence, frozenset(pages)))
+        values = self._values_of(sequence, first, sequence.seq_len)
+        self._launch(Pass(step, sequence, sequence.epoch, pages, values, first, first, values[first:],
+                          frozenset(pages) if self.asynchronous else frozenset()))
+
+    def expect(self, sequence: Sequence, step: int) -> None:
+        """Whoever reads the pages that the sequence got from the cache, from now on, finds the bytes of its prefix."""
+        read = sequence.cached_tokens
+        pages = sequence.page_indices.tolist()
+        self._launch(Pass(step, sequence, sequence.epoch, pages, self._values_of(sequence, 0, read), read, read, [],
+                          frozenset()))
+
+    def run(self, count: int) -> None:
+        """The next ``count`` passes of the stream run."""
+        for _ in range(min(count, len(self._stream))):
+            self._run(self._stream.popleft())
+
+    def run_up_to(self, launched: int) -> None:
+        """The first ``launched`` passes have run afterwards."""
+        self.run(launched - self.run_passes)
 
     def retired(self, step: int) -> None:
         """The passes up to this step have ended."""
-        self.flights = [flight for flight in self.flights if flight.step > step]
+        while self._stream and self._stream[0].step <= step:
+            self.run(1)
+        self._flights = [flight for flight in self._flights if flight.step > step]
 
-    def written(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Tokens ``first .. stop - 1`` were committed: pages that they fill have their content now."""
-        pages = sequence.page_indices
-        for page in range(first // self.size, stop // self.size):
-            self.of_page[int(pages[page])] = self._prefix(sequence, page)
-        if stop % self.size:
-            self.of_page.pop(int(pages[stop // self.size]), None)
+    def _launch(self, flight: Pass) -> None:
+        self.launched_passes += 1
+        self._stream.append(flight)
+        if flight.uses:
+            self._flights.append(flight)
+        if not self.lagging and not self.asynchronous:
+            self.run(1)
 
-    def expect(self, sequence: Sequence) -> None:
-        """Every page that the sequence got from the cache has the bytes of its own prefix."""
-        for page in range(sequence.cached_tokens // self.size):
-            found = self.of_page.get(int(sequence.page_indices[page]))
-            if found != self._prefix(sequence, page):
-                raise Disagreement(f"page {page} of {sequence} was matched but holds {found}")
+    def _run(self, flight: Pass) -> None:
+        self.run_passes += 1
+        size, device = self.size, self.device
+        for at in range(0, flight.read, size):
+            page, stop = flight.pages[at // size], min(at + size, flight.read)
+            found = device[page * size : page * size + stop - at]
+            if found != flight.values[at:stop] or self.written_in[page] != flight.epoch:
+                raise Disagreement(f"page {at // size} of {flight.sequence} was matched but holds {found} of epoch "
+                                   f"{self.written_in[page]} in page {page}, not {flight.values[at:stop]}")
+        for at, value in enumerate(flight.written, flight.first):
+            page = flight.pages[at // size]
+            device[page * size + at % size] = value
+            self.written_in[page] = flight.epoch
+
+    def _values_of(self, sequence: Sequence, keep: int, stop: int) -> list[int]:
+        """The values of its first ``stop`` tokens, of which ``keep`` were asked for before and have not changed."""
+        known, values = self._values.get(sequence.id, (None, []))
+        if known is not sequence:
+            values, keep = [], 0
+        values = values[:keep]
+        last = values[-1] if values else sequence.chain.seed
+        for token in sequence.tokens(len(values), stop).tolist():
+            last = hash((last, token))
+            values.append(last)
+        self._values[sequence.id] = sequence, values
+        return values
+
+    # ---- copies
+
+    def read(self, copy: Copy) -> tuple[Slots, bool]:
+        """What the copy moves, and whether that was of use: a host page that was stored before a reset is not."""
+        if copy.kind is Kind.STORE:
+            return self.device[copy.device * self.size : (copy.device + 1) * self.size], True
+        return self.host[copy.host], self.stored_in[copy.host] == self.host_resets
+
+    def write(self, copy: Copy, data: tuple[Slots, bool] | None, era: int) -> None:
+        """The copy ends. ``data``: what it has read; None: it failed, and its target holds anything.
+
+        ``era``: what it brings is of this epoch (a load), or of so many resets of the host tier (a store).
+        """
+        slots, good = data if data is not None else ([None] * self.size, False)
+        if copy.kind is Kind.STORE:
+            self.host[copy.host] = slots
+            self.stored_in[copy.host] = era
+        else:
+            self.device[copy.device * self.size : (copy.device + 1) * self.size] = slots
+            self.written_in[copy.device] = era if good else -1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distkv.cache import PrefixCache
-from distkv.config import CacheConfig, Config, PoolConfig
+from distkv.config import CacheConfig, Config, HostConfig, PoolConfig
 from distkv.keys import Adapter
 from distkv.request import Request
 
@@ -47,15 +47,34 @@ class Plan:
 
 
 def draw_configs(rng: random.Random, asynchronous: bool, agreement: How | None,
-                 pools: list[int] | None) -> list[Config]:
-    """One for each rank. ``agreement`` and ``pools`` (usable pages of each rank) are drawn if they are not given."""
-    drawn: How = "lockstep" if rng.random() < 0.25 else "minimum"
+                 pools: list[int] | None, *, tier: bool = False) -> list[Config]:
+    """One for each rank. ``agreement`` and ``pools`` (usable pages of each rank) are drawn if they are not given.
+
+    ``tier``: some ranks, or all, have a host tier; the group is not in lockstep then.
+    """
+    drawn: How = "lockstep" if not tier and rng.random() < 0.5 else "minimum"
     cache = CacheConfig(page_size=PAGE_SIZE, index_on=rng.choice(["finish", "fill"]),
                         queue_slots=rng.choice([1, 2, 4, 8]), heartbeat=rng.choice([1, 4, 64]),
                         agreement=agreement or drawn, check_every=rng.choice([1, 4, 16]), asynchronous=asynchronous)
     equal = cache.agreement == "lockstep"
-    base, ranks = rng.randint(8, 32), rng.randint(1, 8)
+    base, ranks = rng.randint(8, 32) if not tier else rng.randint(6, 16), rng.randint(1, 5 if tier else 8)
     pools = pools or [base + (0 if equal else rng.randint(0, 6)) for _ in range(ranks)]
     scratch = [0 if equal else rng.randint(0, 1) for _ in pools]
-    return [Config(cache=cache, pool=PoolConfig(pages=pages + n, scratch_pages=n))
-            for pages, n in zip(pools, scratch, strict=True)]
+    hosts = draw_hosts(rng, len(pools)) if tier else [HostConfig()] * len(pools)
+    return [Config(cache=cache, pool=PoolConfig(pages=pages + n, scratch_pages=n), host=host)
+            for pages, n, host in zip(pools, scratch, hosts, strict=True)]
+
+
+def draw_hosts(rng: random.Random, ranks: int) -> list[HostConfig]:
+    """The host tier of each rank, of very unequal sizes; a few have none, but not all."""
+    slots, without = rng.randint(1, 8), rng.choice([0.0, 0.0, 0.3])
+    hosts = []
+    for rank in range(ranks):
+        pages = rng.choice([rng.randint(1, 6), rng.randint(4, 16), rng.randint(16, 60)])
+        if rank and rng.random() < without:
+            hosts.append(HostConfig(loading_slots=slots))
+        else:
+            hosts.append(HostConfig(
+                pages=pages, preemption_pages=min(pages - 1, rng.choice([0, 2, 4, 16])), loading_slots=slots,
+                write_policy=rng.choice(["evict", "evict", "finish"]), prefetch=rng.random() < 0.6))
+    return hosts

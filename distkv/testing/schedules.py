@@ -5,30 +5,33 @@ reservation that cannot be met, a collective that one rank enters and another do
 matched page with the bytes of another prefix, a page that is written while a pass in flight uses it, a request that
 never runs, anything left behind at the end.
 
-About a quarter of the schedules are of groups in lockstep: equal pools, every call at the same place on all ranks.
+Two thirds of the schedules have a host tier (:mod:`distkv.testing.tier_schedules`); of the others half are of groups in
+lockstep: equal pools, every call at the same place on all ranks.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 
-from distkv.cache import PrefixCache
-from distkv.errors import GroupError, NoRoom, PeerFailed, PeerFault
+from distkv.errors import GroupError, PeerFailed, PeerFault
 from distkv.keys import Fingerprint
 from distkv.request import Message, StepResult
 from distkv.testing.content import Content
 from distkv.testing.group import Disagreement, InjectedFault, SimulatedGroup
 from distkv.testing.plans import PAGE_SIZE, How, Plan, draw_configs
+from distkv.testing.work import Work
+
+Outcomes = list[StepResult | GroupError | InjectedFault]
 
 
-class Schedule:
+class Schedule(Work):
     """One run. Every draw comes from ``seed``, so a failing seed fails again.
 
     ``agreement`` is drawn if it is not given. ``pools``: usable pages of each rank, drawn if they are not given.
     """
+
+    has_tier = False
 
     def __init__(self, seed: int, steps: int = 60, *, agreement: How | None = None,
                  pools: list[int] | None = None) -> None:
@@ -36,44 +39,48 @@ class Schedule:
         self.steps = steps
         self.size = PAGE_SIZE
         self.asynchronous = rng.random() < 0.4
-        self.configs = draw_configs(rng, self.asynchronous, agreement, pools)
+        self.configs = draw_configs(rng, self.asynchronous, agreement, pools, tier=self.has_tier)
         self.check_every = self.configs[0].cache.check_every
         self.lockstep = self.configs[0].cache.agreement == "lockstep"
         self.overlap = rng.choice([0.0, 0.3, 1.0])
-        self.group = SimulatedGroup(self.configs, Fingerprint(model="simulated"))
-        self.ranks = list(range(self.group.size))
-        self.contents = [Content(self.size, self.asynchronous) for _ in self.ranks]
+        self.ranks = list(range(len(self.configs)))
         self.counts: Counter[str] = Counter()
         self.next_id = 0
         self.step_number = 0
         self.version = 0
         self.over = False
+        self._reset_work()
+        self.contents = self.make_contents()
+        self.group = self.make_group()
 
-    # ---- draws
+    def make_contents(self) -> list[Content]:
+        return [Content(self.size, config.pool.pages, asynchronous=self.asynchronous) for config in self.configs]
+
+    def make_group(self) -> SimulatedGroup:
+        return SimulatedGroup(self.configs, Fingerprint(model="simulated"))
 
     def plan(self) -> Plan:
         self.next_id += 1
         return Plan.draw(self.rng, self.next_id)
 
-    def known_ids(self) -> list[str]:
-        cache = self.group.caches[0]
-        return [*cache.waiting_ids, *cache.running]
-
     # ---- one step
 
     def step(self, requests: int, quiet: bool = False) -> None:
         rng, group = self.rng, self.group
+        self.ended.clear()
         plans = [self.plan() for _ in range(requests)]
         known = self.known_ids()
         aborts = (rng.choice(known),) if known and rng.random() < 0.05 and not quiet else ()
         version = self.new_version() if rng.random() < 0.01 and not quiet else None
         reset = rng.random() < 0.01 and not quiet
-        if not quiet:
-            self.perturb()
+        resumes = self.resumes(quiet)
+        if reset or version is not None:
+            self.was_reset("all")
+        self.perturb(quiet)
         faulty = self.plant_faults() if not quiet else []
         self.step_number += 1
         group.begin(lambda cache: Message(requests=tuple(p.request(cache) for p in plans), aborts=aborts,
-                                          weights_version=version, reset=reset))
+                                          weights_version=version, reset=reset, resumes=resumes))
         faulty = [r for r in faulty if "match" not in group.caches[r]._books.__dict__]
         for rank in self.ranks:
             group.heal(rank)
@@ -84,10 +91,22 @@ class Schedule:
             self.broken(outcomes, faulty)
             return
         self.check_outcomes(outcomes, faulty)
+        self.forget_ended()
         group.check_agreed()
-        if rng.random() < 0.1:
-            self.grow()
+        self.after(quiet)
         group.check()
+
+    def resumes(self, quiet: bool) -> tuple[str, ...]:
+        """Suspended requests that the message of this step resumes."""
+        return ()
+
+    def was_reset(self, scope: str) -> None:
+        """The message, or a call on all ranks, empties one tier or both."""
+
+    def after(self, quiet: bool) -> None:
+        """Calls that all ranks make between two steps."""
+        if self.rng.random() < 0.1:
+            self.grow()
 
     def new_version(self) -> str:
         self.version += 1
@@ -103,8 +122,10 @@ class Schedule:
             self.group.fail_next_begin(rank, rng.randint(0, 2))
         return faulty
 
-    def perturb(self) -> None:
+    def perturb(self, quiet: bool) -> None:
         """What single ranks lose, and when passes end: failed copies, timing. In lockstep ranks may not differ."""
+        if quiet:
+            return
         if self.lockstep:
             self.retire(self.ranks)
             return
@@ -126,13 +147,11 @@ class Schedule:
             self.group.caches[rank].retired(step)
             self.counts["pages retired"] += before - self.group.caches[rank]._books.pool.live
 
-    def between_and_end(self, quiet: bool) -> list[StepResult | GroupError | InjectedFault]:
+    def between_and_end(self, quiet: bool) -> Outcomes:
         """Calls that all ranks make in one order, some of which reach some ranks before the end of the step."""
-        rng, group = self.rng, self.group
+        rng = self.rng
         if not quiet and rng.random() < 0.03:  # a reset or bump in flight comes at the same moment on all ranks
-            version = self.new_version() if rng.random() < 0.5 else None
-            self.counts["reset in flight" if version is None else "bump in flight"] += 1
-            group.each(lambda cache: cache.reset() if version is None else cache.bump(version))
+            self.reset_in_flight()
         if not quiet and rng.random() < 0.1:
             self.grow()
         calls = [self.abort_call()] if self.known_ids() and rng.random() < 0.15 and not quiet else []
@@ -145,17 +164,27 @@ class Schedule:
             for call in calls[: before[rank]]:
                 call(rank)
             if not quiet and not self.lockstep:
-                if rng.random() < 0.05:
-                    self.counts["lost in flight"] += group.lose_indexed_page(rank, rng)
-                self.retire([rank])
-        outcomes = group.end()
+                self.perturb_in_flight(rank)
+        outcomes = self.group.end()
         for rank, outcome in enumerate(outcomes):
             for sequence in outcome.ready if isinstance(outcome, StepResult) else ():
-                self.contents[rank].expect(sequence)
+                self.contents[rank].expect(sequence, self.step_number)
         for rank in self.ranks:
             for call in calls[before[rank] :]:
                 call(rank)
         return outcomes
+
+    def reset_in_flight(self) -> None:
+        version = self.new_version() if self.rng.random() < 0.5 else None
+        self.counts["reset in flight" if version is None else "bump in flight"] += 1
+        self.was_reset("all")
+        self.group.each(lambda cache: cache.reset() if version is None else cache.bump(version))
+
+    def perturb_in_flight(self, rank: int) -> None:
+        """:meth:`perturb` between begin and end of a step."""
+        if self.rng.random() < 0.05:
+            self.counts["lost in flight"] += self.group.lose_indexed_page(rank, self.rng)
+        self.retire([rank])
 
     def splits(self, calls: int) -> list[int]:
         """How many of the calls each rank makes before the end of the step: all in an engine that overlaps."""
@@ -166,7 +195,7 @@ class Schedule:
             return [self.rng.randint(0, calls)] * len(self.ranks)
         return [self.rng.randint(0, calls) for _ in self.ranks]
 
-    def check_outcomes(self, outcomes: list[StepResult | GroupError | InjectedFault], faulty: list[int]) -> None:
+    def check_outcomes(self, outcomes: Outcomes, faulty: list[int]) -> None:
         first = outcomes[0]
         if faulty:
             self.counts["peer failed"] += 1
@@ -178,18 +207,31 @@ class Schedule:
             if not isinstance(outcome, StepResult):
                 raise outcome
             assert isinstance(first, StepResult)
-            if (outcome.leftover, outcome.collective) != (first.leftover, first.collective):
+            if self.decided(outcome) != self.decided(first):
                 raise Disagreement(f"{first} on rank 0, {outcome} elsewhere")
         assert isinstance(first, StepResult)
-        self.counts["admitted"] += len(first.ready)
-        self.counts["hits"] += sum(1 for s in first.ready if s.cached_tokens)
-        self.counts["refused"] += len(first.refused)
-        self.counts["skipped"] += not first.collective
+        self.count(first)
+
+    def decided(self, result: StepResult) -> tuple[object, ...]:
+        """What has to be equal on all ranks: all but those that were ended since the step began."""
+        def alive(those: tuple[str, ...]) -> list[str]:
+            return [name for name in those if name not in self.ended]
+
+        return (result.step, alive(tuple(s.id for s in result.ready)), alive(tuple(s.id for s in result.loading)),
+                alive(tuple(s.id for s in result.grown)), result.to_preempt,
+                [w for w in result.waiting if w.request_id not in self.ended],
+                [(r.request_id, str(r.error)) for r in result.refused], result.leftover, result.collective)
+
+    def count(self, result: StepResult) -> None:
+        self.counts["admitted"] += len(result.ready)
+        self.counts["hits"] += sum(1 for s in result.ready if s.cached_tokens)
+        self.counts["refused"] += len(result.refused)
+        self.counts["skipped"] += not result.collective
         if self.lockstep:
             self.counts["steps in lockstep"] += 1
-            self.counts["collectives in lockstep"] += first.collective
+            self.counts["collectives in lockstep"] += result.collective
 
-    def broken(self, outcomes: list[StepResult | GroupError | InjectedFault], faulty: list[int]) -> None:
+    def broken(self, outcomes: Outcomes, faulty: list[int]) -> None:
         """A lookup failed in lockstep: that rank raises it, the others PeerFault, now or in the next step."""
         self.counts["broken in lockstep"] += 1
         self.over = True
@@ -207,67 +249,6 @@ class Schedule:
                 else:
                     raise Disagreement(f"ranks {faulty} failed in lockstep, but rank {rank} goes on")
             cache.close()
-
-    # ---- what the engine does
-
-    def abort_call(self) -> Callable[[int], None]:
-        request_id = self.rng.choice(self.known_ids())
-        self.counts["abort"] += 1
-        return lambda rank: self.group.caches[rank].abort(request_id)
-
-    def work_calls(self) -> list[Callable[[int], None]]:
-        """One piece of work for each running sequence, drawn once and done on every rank."""
-        running = list(self.group.caches[0].running)
-        return [partial(self.work, request_id=request_id, seed=self.rng.random()) for request_id in running]
-
-    def work(self, rank: int, request_id: str, seed: float) -> None:
-        """Prefill, decode, speculate or finish: a function of the sequence's agreed state and of ``seed``."""
-        sequence = self.group.caches[rank].running.get(request_id)
-        if sequence is None:
-            return
-        rng, content = random.Random(seed), self.contents[rank]
-        before = sequence.committed
-        limit = sequence.prompt_tokens + sequence.request.output_limit
-        if before < sequence.prompt_tokens:
-            n = min(rng.randint(1, 3 * self.size), sequence.prompt_tokens - before)
-            sequence.open(n)
-            content.launched(sequence, n, self.step_number)
-            if before + n == sequence.prompt_tokens:
-                sequence.append([rng.randint(0, 2)])
-            sequence.commit(n)
-        elif before < limit and rng.random() < 0.85:
-            drafted = min(rng.randint(0, 3), limit - before - 1)
-            sequence.append([rng.randint(0, 2) for _ in range(drafted)])
-            sequence.open(1 + drafted)
-            content.launched(sequence, 1 + drafted, self.step_number)
-            accepted = rng.randint(0, drafted)
-            sequence.commit(1 + accepted)
-            sequence.truncate(drafted - accepted)
-            sequence.append([rng.randint(0, 2)])
-        else:
-            sequence.finish()
-            return
-        content.written(sequence, before - before % self.size, sequence.committed)
-
-    def grow(self) -> None:
-        """A sequence asks for more pages than it was promised: granted from the leftover on all ranks, or on none."""
-        running = list(self.group.caches[0].running)
-        if not running:
-            return
-        leftover = self.group.caches[0].leftover
-        request_id, pages = self.rng.choice(running), self.rng.randint(1, leftover + 2)
-        granted = [self._grown(cache, request_id, pages) for cache in self.group.caches]
-        if len(set(granted)) > 1:
-            raise Disagreement(f"{pages} more pages were granted on some ranks only: {granted}")
-        self.counts["grown" if granted[0] else "not grown"] += 1
-
-    @staticmethod
-    def _grown(cache: PrefixCache, request_id: str, pages: int) -> bool:
-        try:
-            cache.grow(cache.running[request_id], pages)
-        except NoRoom:
-            return False
-        return True
 
     # ---- the whole
 
@@ -291,6 +272,9 @@ class Schedule:
         else:
             raise Disagreement(f"requests {self.known_ids()} did not end")
         self.retire(self.ranks, self.step_number)
+        self.nothing_left()
+
+    def nothing_left(self) -> None:
         for cache in self.group.caches:
             cache.check()
             stats = cache.stats()
@@ -302,4 +286,6 @@ class Schedule:
 
 def run_schedule(seed: int, steps: int = 60) -> Counter[str]:
     """Runs one schedule; returns what happened in it, by name."""
-    return Schedule(seed, steps).run()
+    from distkv.testing.tier_schedules import TierSchedule
+
+    return (Schedule if seed % 3 == 0 else TierSchedule)(seed, steps).run()

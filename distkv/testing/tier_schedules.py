@@ -1,0 +1,146 @@
+"""Random schedules of groups with a host tier: copies that end in any order, late, badly, or not at all."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from distkv.keys import Fingerprint
+from distkv.request import StepResult
+from distkv.testing.content import Content
+from distkv.testing.copies import SimulatedCopies
+from distkv.testing.group import Disagreement, SimulatedGroup
+from distkv.testing.schedules import Schedule
+
+
+class TierSchedule(Schedule):
+    """A schedule in which cold tails go to the host and come back, and sequences suspend, resume and wait to grow."""
+
+    has_tier = True
+
+    def make_contents(self) -> list[Content]:
+        rng = self.rng
+        self.p_suspend = rng.choice([0.0, 0.03, 0.15])
+        self.p_resume = rng.choice([0.2, 0.8])
+        self.wait_to_grow = rng.random() < 0.5
+        self.slow_links = rng.random() < 0.3
+        lagging = rng.random() < 0.6
+        return [Content(self.size, config.pool.pages, config.host.pages or 0, asynchronous=self.asynchronous,
+                        lagging=lagging) for config in self.configs]
+
+    def make_group(self) -> SimulatedGroup:
+        self.engines = [SimulatedCopies(content, random.Random(self.rng.random())) if config.host.pages else None
+                        for content, config in zip(self.contents, self.configs, strict=True)]
+        group = SimulatedGroup(self.configs, Fingerprint(model="simulated"), copies=self.engines)
+        for cache, engine in zip(group.caches, self.engines, strict=True):
+            if engine is not None:
+                engine.epoch = partial(getattr, cache._books, "epoch")
+        return group
+
+    # ---- what copies and passes do meanwhile
+
+    def perturb(self, quiet: bool) -> None:
+        super().perturb(quiet)
+        for rank in self.ranks:
+            self.play(rank)
+
+    def perturb_in_flight(self, rank: int) -> None:
+        super().perturb_in_flight(rank)
+        self.play(rank)
+
+    def play(self, rank: int) -> None:
+        content, engine, rng = self.contents[rank], self.engines[rank], self.rng
+        content.run(rng.choice([0, 1, 2, 9]))
+        if engine is None:
+            return
+        engine.play()
+        if self.slow_links and rng.random() < 0.1:  # as measured, loading is not worth its time, or is again
+            engine.page_s = rng.choice([0.0, 1e6])
+            self.group.caches[rank].prefill_took(1, 1.0)
+        tier = self.group.caches[rank]._books.tier
+        assert tier is not None
+        self.counts["orphans"] += len(tier._orphans)
+
+    # ---- calls
+
+    def resumes(self, quiet: bool) -> tuple[str, ...]:
+        p = 1.0 if quiet else self.p_resume
+        return tuple(i for i in self.group.caches[0].suspended if self.rng.random() < p)
+
+    def was_reset(self, scope: str) -> None:
+        for content in self.contents if scope != "device" else ():
+            content.host_resets += 1
+
+    def reset_in_flight(self) -> None:
+        if self.rng.random() < 0.4:
+            super().reset_in_flight()
+        else:
+            self.reset()
+
+    def reset(self) -> None:
+        """All ranks empty a tier, or both; what runs is aborted, or finishes."""
+        scope = self.rng.choice(["all", "device", "host"])
+        running = self.rng.choice(["finish", "abort"])
+        self.counts[f"reset of {scope}, {running}"] += 1
+        self.was_reset(scope)
+        if running == "abort":
+            self.ended.update(self.group.caches[0].running)
+        self.group.each(lambda cache: cache.reset(scope, running))  # type: ignore[arg-type]
+
+    def after(self, quiet: bool) -> None:
+        rng = self.rng
+        if quiet:
+            return
+        if rng.random() < 0.15:
+            self.grow(wait=self.wait_to_grow)
+        if rng.random() < 0.02:
+            self.reset()
+        suspended = list(self.group.caches[0].suspended)
+        if suspended and rng.random() < 0.1:
+            name, limit = rng.choice(suspended), rng.choice([None, 0, 3, 9])
+            self.group.each(lambda cache: cache.resume(name, output_limit=limit))
+
+    def count(self, result: StepResult) -> None:
+        super().count(result)
+        for sequence in result.grown:
+            pages = self.growing.pop(sequence.id, 0)
+            self.extra[sequence.id] = self.extra.get(sequence.id, 0) + pages * self.size
+            self.counts["grown after waiting"] += 1
+        self.counts["read in"] += sum(1 for s in result.ready if s.record.host_tokens)
+        for name in result.to_preempt:
+            if name in self.group.caches[0].running:
+                self.counts["preempted"] += 1
+                self.ended.add(name)
+                for rank in self.ranks:
+                    self.group.caches[rank].running[name].suspend()
+
+    # ---- the end
+
+    def drain(self) -> None:
+        for engine in self.engines:
+            if engine is not None:
+                engine.calm()
+        super().drain()
+
+    def nothing_left(self) -> None:
+        for content, engine, cache in zip(self.contents, self.engines, self.group.caches, strict=True):
+            content.run(content.launched_passes)
+            if engine is not None:
+                cache.wait_for_copies(0)
+                engine.finish_all()
+                self.counts += engine.counts
+            cache._books.poll()
+            stats = cache.stats()
+            if stats.copies_in_flight or stats.host_kept or stats.host_free + stats.host_ready != stats.host_pages:
+                raise Disagreement(f"host pages were left behind: {stats}")
+            for name in ("stores", "loads", "prefetched", "store_failures", "load_failures", "dropped"):
+                self.counts[name.replace("_", " ")] += getattr(stats, name)
+        stats = self.group.caches[0].stats()
+        self.counts["short read-ins"] += stats.short_read_ins
+        self.counts["suspended"] += stats.suspended
+        super().nothing_left()
+        for cache in self.group.caches:
+            cache.reset()
+            stats = cache.stats()
+            if stats.pages_free != stats.pages_usable or stats.host_free != stats.host_pages:
+                raise Disagreement(f"pages were left behind by a reset: {stats}")

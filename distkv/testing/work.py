@@ -1,0 +1,128 @@
+"""What the engine of a simulated group does with running sequences: the same on every rank, at times that may differ."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from distkv.cache import PrefixCache
+from distkv.errors import NoRoom
+from distkv.sequence import Sequence
+from distkv.testing.content import Content
+from distkv.testing.group import Disagreement, SimulatedGroup
+
+
+class Work:
+    """Prefill, decode, speculate, grow, suspend, finish, abort. Each call is drawn once and made on every rank."""
+
+    rng: random.Random
+    size: int
+    group: SimulatedGroup
+    contents: list[Content]
+    counts: Counter[str]
+    step_number: int
+    p_suspend = 0.0
+
+    def _reset_work(self) -> None:
+        self.extra: dict[str, int] = {}
+        """Tokens beyond its limit that a sequence has grown by."""
+        self.growing: dict[str, int] = {}
+        """Pages for which a sequence waits to grow."""
+        self.ended: set[str] = set()
+        """Sequences that were ended since this step began, on some rank."""
+
+    def known_ids(self) -> list[str]:
+        cache = self.group.caches[0]
+        return [*cache.waiting_ids, *cache.running, *cache.suspended]
+
+    def able(self) -> list[str]:
+        """Sequences that can run."""
+        return [name for name, sequence in self.group.caches[0].running.items() if not sequence.read_in_progress]
+
+    def forget_ended(self) -> None:
+        """What was noted of sequences that do not run any more."""
+        running = self.group.caches[0].running
+        for notes in (self.extra, self.growing):
+            for name in [name for name in notes if name not in running or name in self.ended]:
+                del notes[name]
+
+    # ---- calls on one rank
+
+    def abort_call(self) -> Callable[[int], None]:
+        request_id = self.rng.choice(self.known_ids())
+        self.counts["abort"] += 1
+        sequence = self.group.caches[0].running.get(request_id)
+        self.counts["aborted while read in"] += sequence is not None and sequence.read_in_progress
+        return partial(self.abort, request_id=request_id)
+
+    def abort(self, rank: int, request_id: str) -> None:
+        self.ended.add(request_id)
+        self.group.caches[rank].abort(request_id)
+
+    def work_calls(self) -> list[Callable[[int], None]]:
+        """One piece of work for each sequence that can run, drawn once and done on every rank."""
+        return [partial(self.work, request_id=request_id, seed=self.rng.random(), extra=self.extra.get(request_id, 0))
+                for request_id in self.able()]
+
+    def work(self, rank: int, request_id: str, seed: float, extra: int = 0) -> None:
+        """Prefill, decode, speculate, suspend or finish: a function of the sequence's agreed state and of ``seed``."""
+        sequence = self.group.caches[rank].running.get(request_id)
+        if sequence is None:
+            return
+        rng = random.Random(seed)
+        before = sequence.committed
+        limit = sequence.prompt_tokens + sequence.request.output_limit + extra
+        if self.p_suspend and rng.random() < self.p_suspend:
+            self.ended.add(request_id)
+            sequence.suspend()
+        elif before < sequence.prompt_tokens:
+            n = min(rng.randint(1, 3 * self.size), sequence.prompt_tokens - before)
+            sequence.open(n)
+            self.launch(rank, sequence, n)
+            if before + n == sequence.prompt_tokens:
+                sequence.append([rng.randint(0, 2)])
+            sequence.commit(n)
+        elif before < limit and rng.random() < 0.85:
+            drafted = min(rng.randint(0, 3), limit - before - 1)
+            sequence.append([rng.randint(0, 2) for _ in range(drafted)])
+            sequence.open(1 + drafted)
+            self.launch(rank, sequence, 1 + drafted)
+            accepted = rng.randint(0, drafted)
+            sequence.commit(1 + accepted)
+            sequence.truncate(drafted - accepted)
+            sequence.append([rng.randint(0, 2)])
+        else:
+            self.ended.add(request_id)
+            sequence.finish()
+
+    def launch(self, rank: int, sequence: Sequence, n: int) -> None:
+        """A forward pass over the last ``n`` opened tokens."""
+        self.group.caches[rank].fence()
+        self.contents[rank].launched(sequence, n, self.step_number)
+
+    # ---- calls on all ranks
+
+    def grow(self, wait: bool = False) -> None:
+        """A sequence asks for more pages than it was promised: granted from the leftover on all ranks, or on none."""
+        running = self.able()
+        if not running:
+            return
+        cache = self.group.caches[0]
+        request_id, pages = self.rng.choice(running), self.rng.randint(1, cache.leftover + 2)
+        granted = [self._grown(cache, request_id, pages, wait) for cache in self.group.caches]
+        if len(set(granted)) > 1:
+            raise Disagreement(f"{pages} more pages were granted on some ranks only: {granted}")
+        self.counts["grown" if granted[0] else "growth waits" if granted[0] is False else "not grown"] += 1
+        if granted[0]:
+            self.extra[request_id] = self.extra.get(request_id, 0) + pages * self.size
+        elif granted[0] is False:
+            self.growing[request_id] = self.growing.get(request_id, 0) + pages
+
+    @staticmethod
+    def _grown(cache: PrefixCache, request_id: str, pages: int, wait: bool) -> bool | None:
+        try:
+            return cache.grow(cache.running[request_id], pages, wait=wait)
+        except NoRoom:
+            return None
