@@ -42,10 +42,12 @@ from distkv.errors import (
 )
 from distkv.faults import Fault
 from distkv.group import Group, LocalGroup, SoloGroup, Ticket
+from distkv.host.copies import Copy, CopyEngine
+from distkv.host.kv import KVLayout, PagedKV
 from distkv.keys import Adapter, Fingerprint, Span
 from distkv.mpi_group import MpiGroup
 from distkv.reasons import Reason
-from distkv.request import Message, Refused, Request, RequestRecord, StepResult, Waiting
+from distkv.request import Message, Refused, Request, RequestRecord, ResetResult, StepResult, Waiting
 from distkv.sequence import Sequence
 from distkv.stats import Stats
 from distkv.table_buffers import TableBuffers, TableRing
@@ -59,6 +61,8 @@ __all__ = [
     "CacheConfig",
     "Config",
     "ConfigError",
+    "Copy",
+    "CopyEngine",
     "CopyFailed",
     "DistKVError",
     "DuplicateRequest",
@@ -73,6 +77,7 @@ __all__ = [
     "HostConfig",
     "HostMemoryError",
     "InvariantError",
+    "KVLayout",
     "KeyChain",
     "KeyNamingError",
     "LayoutMismatch",
@@ -81,6 +86,7 @@ __all__ = [
     "MessageError",
     "MpiGroup",
     "NoRoom",
+    "PagedKV",
     "PeerFailed",
     "PeerFault",
     "PeerLost",
@@ -92,6 +98,7 @@ __all__ = [
     "RequestError",
     "RequestRecord",
     "RequestTooLarge",
+    "ResetResult",
     "Sequence",
     "SequenceError",
     "SoloGroup",

@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, text in re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL):
         out[name] = folder / name
         out[name].write_text(text, encoding="utf-8")
-    assert set(out) == {"toy.py", "overlap.py"}
+    assert set(out) == {"toy.py", "overlap.py", "tier.py"}
     return out
 
 
@@ -63,6 +63,14 @@ def test_the_toy_engine_on_one_rank_and_overlapped(
 def test_the_toy_engine_on_three_ranks(files: dict[str, Path], printed: str) -> None:
     out = run_ranks(run_toy, 3, (str(files["toy.py"]),), backend=None)
     assert out == [printed.replace("rank 0", f"rank {rank}") for rank in range(3)]
+
+
+def test_the_host_tier(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"```\n(a: .*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+    ran = runpy.run_path(str(files["tier.py"]))
+    assert shown is not None and capsys.readouterr().out == shown[1]
+    pages = ran["cache"]._books.match(ran["cache"].chain(list(range(100))), 6).pages
+    assert ran["kv"][3, 1, pages, :, 1, 7].flatten().tolist() == list(range(96)), "and with the right bytes"
 
 
 def test_what_the_guide_links_to_exists() -> None:

@@ -61,7 +61,7 @@ class Group:
         return [copy for copy in self.copies[rank].running if copy.kind is Kind.LOAD]
 
     def cached(self) -> Group:
-        """A and B were served: rank 0 has most of A on the host, rank 1 all on the device, rank 2 a page on the host."""
+        """A and B were served: of A rank 0 has three pages on the host, rank 1 none, rank 2 one."""
         self.serve("1", A)
         self.serve("2", B)
         books = [cache._books for cache in self.caches]
