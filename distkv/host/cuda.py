@@ -29,6 +29,8 @@ __all__ = ["CudaCopies"]
 logger = logging.getLogger(__name__)
 
 _STAGING = 64 << 20  # bytes of each of the two buffers, at least one page
+_MOST = 512  # pages of a batch, however small
+_AHEAD = 16  # batches in flight for whose page ids pinned memory is there from the start
 _LOOK_S = 0.0002  # how often the host looks at events, where it has nothing else to do
 
 
@@ -69,12 +71,15 @@ class CudaCopies(TrackedCopies):
         super().__init__(pages=kv.pages, host_pages=rows.pages, load_timeout_s=load_timeout_s)
         self._kv, self.rows, self._compute = kv, rows, compute
         self._cuda: Any = self._module()
-        self._fit = max(1, _STAGING // kv.bytes_per_page)
+        self._fit = min(_MOST, max(1, _STAGING // kv.bytes_per_page))
         self._streams = {kind: self._cuda.Stream(device=kv.device) for kind in Kind}
         self._staging: dict[Kind, torch.Tensor] = {}
         for kind, stream in self._streams.items():
             with self._cuda.stream(stream):  # the allocator ties memory to the stream that it was made on
                 self._staging[kind] = torch.empty(self._fit, kv.bytes_per_page, dtype=torch.uint8, device=kv.device)
+        # Pinned memory for ids: to get some may stop the device, and torch keeps what it has. All at once, or the
+        # same is used again.
+        _ = [self._upload([0]) for _ in range(_AHEAD)]
         self._launched: dict[Kind, deque[_Batch]] = {kind: deque() for kind in Kind}
         self._batch_of: dict[Copy, _Batch] = {}
         self._failed: list[tuple[Copy, BaseException]] = []
@@ -165,7 +170,9 @@ class CudaCopies(TrackedCopies):
 
     def _upload(self, pages: list[int]) -> torch.Tensor:
         """Ids on the device, without a wait: torch keeps the pinned original until its copy has ended."""
-        return torch.tensor(pages, dtype=torch.int64, pin_memory=True).to(self._kv.device, non_blocking=True)
+        ids = torch.zeros(self._fit, dtype=torch.int64, pin_memory=True)  # always of one size, to be used again
+        ids[: len(pages)] = torch.tensor(pages)
+        return ids.to(self._kv.device, non_blocking=True)[: len(pages)]
 
     def _collect(self) -> Iterable[tuple[Copy, BaseException | None]]:
         failed, self._failed = self._failed, []
