@@ -233,7 +233,7 @@ class Books:
         if self.tier is None or self.tiered is None:
             return
         for copy in self.tier.poll():
-            self.tiered.promote(copy.device, copy.host)
+            self.tiered.loaded(copy)
             self.free(np.array([copy.device]))
 
     def retired(self, step: int) -> None:

@@ -42,7 +42,7 @@ class ReadIn:
         assert books.tiered is not None or not self.loads
         for _, copy in self.loads:
             if copy.state is CopyState.DONE and books.tiered is not None:
-                books.tiered.promote(copy.device, copy.host)
+                books.tiered.loaded(copy)
 
     def give_back(self, books: Books, pages: Ids) -> Ids:
         """The sequence leaves. Returns those of its ``pages`` that no copy writes any more, which it is to release.

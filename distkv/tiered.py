@@ -12,6 +12,7 @@ import numpy as np
 from distkv.chain import KeyChain
 from distkv.entries import Match
 from distkv.errors import InvariantError
+from distkv.host.copies import Copy
 from distkv.host.tier import HostTier
 from distkv.index import PrefixIndex
 from distkv.pages import Ids, PagePool, positions
@@ -92,6 +93,10 @@ class TieredIndex(PrefixIndex):
         self.pool.enter(np.array([device]))
         self._offer_host(host)
         return True
+
+    def loaded(self, copy: Copy) -> bool:
+        """:meth:`promote` for what a load has brought, unless its host page holds something else by now."""
+        return copy.use == self.tier.pages.uses[copy.host] and self.promote(copy.device, copy.host)
 
     def _place(self, run: Run, offset: int, place: int) -> None:
         """The entry's place is another one from now on; its last hit stays what it was."""

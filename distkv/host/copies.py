@@ -55,6 +55,8 @@ class Copy:
     """A load that has run for longer than the limit. It still runs: its pages stay in use until it ends."""
     order: int = field(default=0)
     """The engine's own."""
+    use: int = field(default=0)
+    """The books' own: for the how-manieth time the host page was taken when a load of it was ordered."""
 
     @property
     def ended(self) -> bool:

@@ -43,6 +43,8 @@ class HostPages:
         self._word: npt.NDArray[np.int64] = np.zeros(pages, "<i8")
         self._word_of = one_by_one(self._word)
         self._stack = list(range(pages - 1, -1, -1))
+        self.uses = [0] * pages
+        """How often each page was taken: who has ended reading one knows by it whether the page is another one now."""
 
     @property
     def free(self) -> int:
@@ -65,6 +67,7 @@ class HostPages:
             return None
         page = self._stack.pop()
         self._word_of[page] = _STORING | _INDEXED
+        self.uses[page] += 1
         return page
 
     def stored(self, page: int) -> bool:

@@ -66,7 +66,7 @@ class HostTier:
         """Copies a host page to a device page that the caller owns. The host page has a reader until it ends."""
         leaving = self._leaving.get(device)
         copy = Copy(Kind.LOAD, device, host, after=() if leaving is None else (leaving,),
-                    source=self._storing.get(host))
+                    source=self._storing.get(host), use=self.pages.uses[host])
         self.pages.read(np.array([host]))
         self._loading.add(copy)
         self._orders.append(copy)
