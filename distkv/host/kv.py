@@ -17,9 +17,10 @@ import torch
 from distkv.errors import CopyFailed, LayoutMismatch
 from distkv.host.layout import KVLayout
 
-__all__ = ["KVLayout", "PageIds", "PagedKV", "Tensors"]
+__all__ = ["KVLayout", "PageIds", "PagedKV", "Places", "Tensors"]
 
 PageIds = Sequence[int] | npt.NDArray[np.integer]
+Places = Sequence[npt.NDArray[np.integer]]
 Tensors = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 _AXES = ("layer", "plane", "page", "token", "head", "dim")
@@ -92,9 +93,11 @@ class PagedKV:
         are not checked; ids of any other kind are, with CopyFailed.
         """
         if self._arrays and not isinstance(pages, torch.Tensor):
-            for places, page in self._rows(pages, rows):
-                for array, place in zip(self._arrays, places, strict=True):
-                    np.copyto(place, array[page])
+            numbers = self.checked(pages).tolist()
+            self._check_rows(rows, len(numbers))
+            places = self.places(rows)
+            for at, page in enumerate(numbers):
+                self.copy_out(page, places, at)
             return
         ids = self.device_ids(pages)
         with torch.inference_mode():  # the engine may have made its tensors in this mode
@@ -104,9 +107,11 @@ class PagedKV:
     def scatter(self, rows: torch.Tensor, pages: PageIds | torch.Tensor) -> None:
         """Copies ``rows`` into pages, none of them twice: the inverse of :meth:`gather`, with the same arguments."""
         if self._arrays and not isinstance(pages, torch.Tensor):
-            for places, page in self._rows(pages, rows):
-                for array, place in zip(self._arrays, places, strict=True):
-                    np.copyto(array[page], place)
+            numbers = self.checked(pages).tolist()
+            self._check_rows(rows, len(numbers))
+            places = self.places(rows)
+            for at, page in enumerate(numbers):
+                self.copy_in(places, at, page)
             return
         ids = self.device_ids(pages)
         with torch.inference_mode():
@@ -144,17 +149,22 @@ class PagedKV:
             return pages
         return torch.from_numpy(self.checked(pages)).to(self.device)
 
-    def _rows(self, pages: PageIds, rows: torch.Tensor) -> list[tuple[list[npt.NDArray[np.integer]], int]]:
-        """For each page: where its parts lie in its row, and its id."""
-        ids = self.checked(pages).tolist()
-        self._check_rows(rows, len(ids))
-        step, inner = self._step, self._inner
-        found = []
-        for row, page in zip(rows.numpy(), ids, strict=True):
-            items = row.view(self._numpy)
-            places = [items[at : at + step].reshape(inner) for at in range(0, len(items), step)]
-            found.append((places, page))
-        return found
+    def places(self, rows: torch.Tensor) -> list[npt.NDArray[np.integer]]:
+        """Where the pages' parts lie in ``rows``, on the CPU: for each part an array ``[len(rows), ...]``."""
+        self._check_rows(rows, len(rows))
+        items = rows.numpy().view(self._numpy)
+        return [items[:, at : at + self._step].reshape(len(rows), *self._inner)
+                for at in range(0, items.shape[1], self._step)]
+
+    def copy_out(self, page: int, places: Places, row: int) -> None:
+        """Copies a page to a row of what :meth:`places` gave; neither number is checked. For pools on the CPU."""
+        for array, place in zip(self._arrays, places, strict=True):
+            np.copyto(place[row], array[page])
+
+    def copy_in(self, places: Places, row: int, page: int) -> None:
+        """The inverse of :meth:`copy_out`."""
+        for array, place in zip(self._arrays, places, strict=True):
+            np.copyto(array[page], place[row])
 
     def _column(self, rows: torch.Tensor, at: int, n: int) -> torch.Tensor:
         """Where part ``at`` of each page lies in ``rows``, in the part's shape."""

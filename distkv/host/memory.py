@@ -140,6 +140,11 @@ class HostRows:
         """Bytes of all rows."""
         return self.pages * self.bytes_per_page
 
+    @property
+    def chunks(self) -> Sequence[torch.Tensor]:
+        """Views ``[n, bytes_per_page]`` of all rows in order: ``rows_per_chunk`` in each, but for the last."""
+        return tuple(self._chunks)
+
     def row(self, page: int) -> torch.Tensor:
         """The row of a host page: uint8 ``[bytes_per_page]``, a view."""
         if not 0 <= page < self.pages:

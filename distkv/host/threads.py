@@ -51,8 +51,10 @@ class ThreadedCopies(TrackedCopies):
         rows.layout.check_same(kv.layout)
         super().__init__(pages=kv.pages, host_pages=rows.pages, load_timeout_s=load_timeout_s)
         self._kv, self.rows = kv, rows
-        # One lock for all below; it is held for a few lines at a time, and never while bytes move. Whoever wakes up needs
-        # the GIL, too, so nobody is woken for nothing.
+        # made once: behind a page that has swept the caches every line of Python costs
+        self._places = [kv.places(chunk) for chunk in rows.chunks]
+        # One lock for all below; it is held for a few lines at a time, and never while bytes move. Whoever wakes up
+        # needs the GIL, too, so nobody is woken for nothing.
         lock = threading.Lock()
         self._todo = threading.Condition(lock)
         self._done = threading.Condition(lock)
@@ -102,6 +104,7 @@ class ThreadedCopies(TrackedCopies):
             logger.warning("a copy between pool and host did not end within %g s and is left behind, with the host's "
                            "memory; its thread ends with it", self._limit_s)
         else:
+            self._places.clear()
             self.rows.close()
 
     def _start(self, copies: list[Copy]) -> None:
@@ -180,7 +183,8 @@ class ThreadedCopies(TrackedCopies):
     # ---- the workers
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
+        job = self._next()
+        while job is not None:
             error: BaseException | None = None
             begun = time.perf_counter()
             try:
@@ -193,24 +197,37 @@ class ThreadedCopies(TrackedCopies):
                 self._finish(job, error, seconds)
                 if not self._awaited:
                     self._done.notify_all()
-            job = None  # an idle worker keeps nothing alive
+                job = self._take()
+            del error  # an idle worker keeps nothing alive
+            if job is None:
+                job = self._next()
 
     def _next(self) -> _Job | None:
         """The next copy, when there is one; None when it is time to end."""
         with self._todo:
-            while not self._closing and threading.main_thread().is_alive():
-                while self._ready:
-                    _, _, job = heapq.heappop(self._ready)
-                    if not job.started:
-                        job.started = True
-                        return job
+            while not self._time_to_end():
+                job = self._take()
+                if job is not None:
+                    return job
                 self._todo.wait(_LOOK_S)
         return None
 
+    def _take(self) -> _Job | None:
+        """The next copy, if there is one now. With the lock held."""
+        while self._ready and not self._time_to_end():
+            _, _, job = heapq.heappop(self._ready)
+            if not job.started:
+                job.started = True
+                return job
+        return None
+
+    def _time_to_end(self) -> bool:
+        return self._closing or not threading.main_thread().is_alive()
+
     def _move(self, copy: Copy) -> None:
         """Copies one page, in a worker."""
-        row = self.rows.row(copy.host).unsqueeze(0)
+        chunk, row = divmod(copy.host, self.rows.rows_per_chunk)
         if copy.kind is Kind.STORE:
-            self._kv.gather([copy.device], row)
+            self._kv.copy_out(copy.device, self._places[chunk], row)
         else:
-            self._kv.scatter(row, [copy.device])
+            self._kv.copy_in(self._places[chunk], row, copy.device)
