@@ -276,7 +276,7 @@ def test_after_a_broken_connection_the_rank_without_a_sign_is_named_long_before_
 def test_a_rank_that_leaves_is_not_accused_but_named_when_it_is_missed(watched: Callable[[float], Watched]) -> None:
     group = watched(1.0)
     group.dogs[2].close()
-    assert not group.told[0].wait(3.0)
+    assert not group.told[0].wait(2.0)
     fault = group.dogs[0].explain(broken=False)
     assert fault is not None
     assert (fault.rank, fault.kind) == (2, LOST)

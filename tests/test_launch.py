@@ -43,12 +43,21 @@ dist.barrier()
 dist.destroy_process_group()
 Path(os.environ["OUT"], f"{layout.rank}.writing").write_text(json.dumps(found))
 Path(os.environ["OUT"], f"{layout.rank}.writing").rename(Path(os.environ["OUT"], f"{layout.rank}.json"))
-if "--stay" in rest:
-    time.sleep(10_000)
 if "--exit" in rest and layout.rank == 1:
     sys.exit(int(rest[-1]))
 if "--exit" in rest:
     time.sleep(10_000)
+"""
+
+# for what is about the launcher alone: nothing of torch is imported
+LIGHT_CASE = """
+import json, os, time
+from pathlib import Path
+
+rank, out = os.environ["RANK"], Path(os.environ["OUT"])
+(out / f"{rank}.writing").write_text(json.dumps({"pid": os.getpid()}))
+(out / f"{rank}.writing").rename(out / f"{rank}.json")
+time.sleep(10_000)
 """
 
 
@@ -60,6 +69,7 @@ class Launch:
         self.out = self.folder / "out"
         self.out.mkdir(parents=True)
         (self.folder / "a_case.py").write_text(CASE)
+        (self.folder / "a_light_case.py").write_text(LIGHT_CASE)
         self.config = self.folder / "a config.yaml"
         self.config.write_text("parallel: {tp: 2}")
         kept = {
@@ -168,7 +178,7 @@ def test_two_hosts_meet_at_the_master_and_what_the_user_sets_is_kept(launch: Lau
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_ranks(launch: Launch, number: signal.Signals) -> None:
-    process = launch.start("--module", "a_case", str(launch.config), "--stay")
+    process = launch.start("--module", "a_light_case", str(launch.config))
     end = time.monotonic() + GENEROUS
     while len(launch.found()) < 2:
         assert process.poll() is None
@@ -189,7 +199,7 @@ def python_blocks(pid: int, number: signal.Signals) -> bool:
 
 
 def test_an_interrupt_before_the_ranks_have_started(launch: Launch) -> None:
-    process = launch.start("--module", "a_case", str(launch.config), "--stay")
+    process = launch.start("--module", "a_light_case", str(launch.config))
     while not python_blocks(process.pid, signal.SIGINT):  # it goes on to import torch
         assert process.poll() is None
         time.sleep(0.01)

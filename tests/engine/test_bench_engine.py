@@ -17,8 +17,6 @@ from distkv.engine.model import Model
 from distkv.errors import DistKVError, NotInvariant
 from tests.engine import tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_both_modes_are_measured(
     folders: Callable[[str, int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

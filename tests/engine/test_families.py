@@ -29,9 +29,6 @@ KV_HEADS = {"llama": 4, "qwen3": 12, "gemma": 4, "qwen2": 4, "mistral": 4}
 HOT: dict[str, Any] = {"temperature": 1.4, "top_p": 0.95, "seed": 5, "output_limit": 8}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["gemma", "qwen2", "mistral"])
 def test_one_pass_has_the_bits_of_transformers_own_attention(folders: Folders, kind: str, dtype: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -278,11 +277,10 @@ def test_a_piece_that_nobody_computed_is_found(folders: Folders, start: int) -> 
 
 def late_case(rank: int, world_size: int, folder: Path) -> None:
     settings = tiny.config(folder, tp=world_size)
-    model = load_model(settings.model, dist.group.WORLD, timeout_s=1.5)
-    if rank:
-        time.sleep(6)
+    model = load_model(settings.model, dist.group.WORLD, timeout_s=0.5)
+    if rank:  # it never comes, and its process stays until the other one has returned too
         return
-    with pytest.raises(GroupTimeout, match=r"comparison of schedules did not end within 1\.5 s"):
+    with pytest.raises(GroupTimeout, match=r"comparison of schedules did not end within 0\.5 s"):
         gate.recompute(model, Recording(model.pool(2, tiny.PAGE)))
 
 

@@ -42,9 +42,6 @@ def load(folder: Path, dtype: str = "float32", group: dist.ProcessGroup | None =
     return load_model(ModelConfig(source=str(folder), dtype=dtype), group, timeout_s=STUCK_S)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_random_schedules_give_the_bits_of_single_passes(folders: Folders, kind: str, dtype: str) -> None:
@@ -344,7 +341,7 @@ def degree_case(tp: int, folder: Path, group: dist.ProcessGroup, beside: dist.Pr
     for dtype in ("float32", "bfloat16"):
         model = load(folder, dtype, group)
         enable(model)
-        seen[dtype] = [found for seed in range(4) for found in differences(model, case(seed, 200))]
+        seen[dtype] = [found for seed in range(2) for found in differences(model, case(seed, 200))]
     model = load(folder, "float32", group)
     with ring(), untested():
         enable(model)

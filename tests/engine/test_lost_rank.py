@@ -32,13 +32,19 @@ TRIALS = [
 def trials_case(rank: int, world_size: int, folder: Path) -> list[tuple[list[str], list[str]]]:
     """In a process that has imported everything, so that the ranks are forked from it."""
     forks = multiprocessing.get_context("fork")
-    results = [trials.run_trial(trial, folder, forks) for trial in TRIALS]
+    results = [trials.run_trial(trial, folder, forks) for trial in shares()[rank]]
     return [(result.problems, [report.error for report in result.reports]) for result in results]
+
+
+def shares() -> list[list[Trial]]:
+    """The trial that mostly waits for its deadline, and the others beside it."""
+    return [[trial for trial in TRIALS if (trial.kind == "stop") == waits] for waits in (True, False)]
 
 
 def test_the_others_end_with_a_named_error_within_the_deadline(tmp_path: Path) -> None:
     trials.random_model(tmp_path / "model")
-    (results,) = run_ranks(trials_case, 1, (tmp_path,), backend=None, timeout_s=240.0)
-    for trial, (problems, errors) in zip(TRIALS, results, strict=True):
-        assert not problems, trial
-        assert errors == [ERRORS[trial.kind]] * 2, trial
+    seen = run_ranks(trials_case, 2, (tmp_path,), backend=None, timeout_s=240.0)
+    for share, results in zip(shares(), seen, strict=True):
+        for trial, (problems, errors) in zip(share, results, strict=True):
+            assert not problems, trial
+            assert errors == [ERRORS[trial.kind]] * 2, trial

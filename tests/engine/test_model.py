@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,11 +183,10 @@ def deadline_case(rank: int, world_size: int) -> bool:
     import torch.distributed as dist
 
     group = dist.new_group()
-    if rank == 1:
-        time.sleep(6)
+    if rank == 1:  # it never comes, and its process stays until the other one has returned too
         return True
-    with pytest.raises(GroupTimeout, match=r"a sum of the model did not end within 1\.5 s"):
-        _sum(torch.ones(4), group, 1.5)
+    with pytest.raises(GroupTimeout, match=r"a sum of the model did not end within 0\.5 s"):
+        _sum(torch.ones(4), group, 0.5)
     return True
 
 

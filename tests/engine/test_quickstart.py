@@ -21,21 +21,20 @@ from distkv.engine.quickstart import main
 from distkv.engine.record import Recording
 from distkv.engine.report import errors_by_rank
 from distkv.testing.processes import run_outcomes
-from tests.engine import tiny
+from tests.engine.conversion import Converted
 
 GENEROUS = 240.0
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model, a configuration for ``tp`` ranks each, and a place for conversions."""
+def home(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration for ``tp`` ranks each, of a small model that was converted."""
     folder = tmp_path_factory.mktemp("quickstart")
-    gguf = tiny.gguf_file(folder / "tiny.gguf")
     for tp in (1, 2):
         write(folder, f"tp{tp}.yaml", f"""
             cache: {{page_size: 16}}
             pool: {{pages: 256, check: true}}
-            model: {{source: {gguf}, cache_dir: {folder / "converted"}}}
+            model: {{source: {converted.gguf}, cache_dir: {converted.cache}}}
             parallel: {{tp: {tp}}}
             engine: {{output_limit: 12}}
         """)

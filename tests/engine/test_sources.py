@@ -5,60 +5,51 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from distkv.engine import sources
 from distkv.engine._lock import locked
 from distkv.engine.config import ModelConfig
 from distkv.engine.model import load_model, load_tokenizer
 from distkv.errors import ModelError
-from distkv.testing.processes import run_ranks
-from tests.engine import tiny
+from tests.engine.conversion import Converted, convert_case
 
 
 @pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.gguf_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+def gguf(converted: Converted) -> Path:
+    return converted.gguf
 
 
-def convert_case(rank: int, world_size: int, gguf: Path, cache: Path) -> tuple[Path, int]:
-    folder = sources.model_folder(str(gguf), cache)
-    return folder, (folder / "model.safetensors").stat().st_mtime_ns
+def copied(converted: Converted, cache: Path) -> Path:
+    """The converted folder, in a cache of a test's own."""
+    shutil.copytree(converted.cache / "models", cache / "models")
+    return cache / "models" / converted.folder.name
 
 
-def rank_0_last_case(rank: int, world_size: int, gguf: Path, cache: Path) -> tuple[Path, int]:
-    """Ranks 1 and 2 meet at the lock; any rank of a group may be the one that converts."""
-    if rank == 0:
-        dist.barrier()
-        return convert_case(rank, world_size, gguf, cache)
-    found = convert_case(rank, world_size, gguf, cache)
-    dist.barrier()
-    return found
-
-
-def test_of_several_processes_one_converts_and_damage_is_repaired(
-    gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_of_several_processes_one_converts_and_one_that_was_killed_leaves_nothing_that_counts(
+    converted: Converted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    results = run_ranks(rank_0_last_case, 3, (gguf, tmp_path), backend="gloo", timeout_s=240.0)
-    assert len(set(results)) == 1
-    folder, written = results[0]
+    assert len(set(converted.found)) == 1
+    folder = converted.folder
     assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
+    assert sources._problem(folder) is None
     with caplog.at_level(logging.INFO):
-        assert convert_case(0, 1, gguf, tmp_path) == (folder, written)
+        assert convert_case(0, 1, converted.gguf, converted.cache) == converted.found[0]
     assert "converting" not in caplog.text
 
+
+def test_damage_is_repaired(converted: Converted, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = copied(converted, tmp_path)
     weights = folder / "model.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with caplog.at_level(logging.WARNING):
-        convert_case(0, 1, gguf, tmp_path)
+        convert_case(0, 1, converted.gguf, tmp_path)
     assert "model.safetensors is not what was written" in caplog.text
     assert weights.read_bytes() == good, "the same file gives the same weights"
     assert sources._problem(folder) is None
@@ -67,32 +58,12 @@ def test_of_several_processes_one_converts_and_damage_is_repaired(
         assert sources._problem(folder) == f"it has no {'*.safetensors' if name.startswith('model') else name}"
         (tmp_path / name).rename(folder / name)
 
-    settings = ModelConfig(source=str(gguf), cache_dir=tmp_path)
+
+def test_what_was_converted_is_a_model_and_a_tokenizer(converted: Converted) -> None:
+    settings = ModelConfig(source=str(converted.gguf), cache_dir=converted.cache)
     model, tokenizer = load_model(settings), load_tokenizer(settings)
     assert tokenizer.decode(tokenizer("the thing")["input_ids"]) == "the thing"
     assert model.stop_ids == {2}
-
-
-@pytest.fixture(scope="module")
-def converted(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``models`` folder of a cache whose first converter was killed in the middle."""
-    tmp_path = tmp_path_factory.mktemp("converted")
-    code = "import sys; from pathlib import Path; from distkv.engine.sources import model_folder as convert\n"
-    code += "convert(sys.argv[1], Path(sys.argv[2]))"
-    process = subprocess.Popen([sys.executable, "-c", code, gguf, tmp_path], stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob("models/*.part")) and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert list(tmp_path.glob("models/*.part")), "it was killed in the middle"
-    sources.model_folder(str(gguf), tmp_path)
-    return tmp_path / "models"
-
-
-def test_a_converter_that_was_killed_leaves_nothing_that_counts(converted: Path) -> None:
-    assert not list(converted.glob("*.part"))
-    (folder,) = (path for path in converted.iterdir() if path.is_dir())
-    assert sources._problem(folder) is None
 
 
 def test_what_is_no_gguf_is_named(tmp_path: Path) -> None:
@@ -139,17 +110,16 @@ def test_a_lock_that_is_never_given_back_is_a_named_error(
 
 
 def test_a_finished_folder_needs_no_lock(
-    gguf: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.copytree(converted, tmp_path / "models")
-    (folder,) = (path for path in (tmp_path / "models").iterdir() if path.is_dir())
+    folder = copied(converted, tmp_path)
     monkeypatch.setattr(sources, "_LOCK_S", 0.5)
     with spawned(HOLD + "import time; time.sleep(60)", f"{folder}.lock") as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with caplog.at_level(logging.INFO):
             caplog.clear()
-            assert sources.model_folder(str(gguf), tmp_path) == folder
+            assert sources.model_folder(str(converted.gguf), tmp_path) == folder
         holder.kill()
     assert "convert" not in caplog.text
 
