@@ -24,13 +24,11 @@ import torch
 import torch.distributed as dist
 
 from distkv.errors import GroupTimeout, RequestTooLarge
-from distkv.testing import warm as warm_module
 from distkv.testing.processes import RanksFailed, choose_backend, run_outcomes, run_ranks
 from distkv.testing.warm import WarmProcess, warm_start
 
 GENEROUS = 240.0
 SHORT_S = 5.0  # for ranks that are forked to come to where they get stuck
-BOTH_WAYS = pytest.mark.parametrize("start", ["forked", "fresh"], indirect=True)
 CUDA = torch.cuda.is_available()  # then all ranks start fresh
 
 
@@ -154,18 +152,14 @@ def alive(folder: Path) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def start(request: pytest.FixtureRequest, warm: WarmProcess, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How ranks start: forked, as in all tests, or fresh (see BOTH_WAYS)."""
-    way = getattr(request, "param", "forked")
-    if way == "fresh":
-        monkeypatch.setattr(warm_module, "_current", None)
-    elif warm.pid is None:
-        run_ranks(array, 1, backend=None, timeout_s=GENEROUS)  # the warm process stays for the next run
-    return str(way)
+def start(warm: WarmProcess) -> None:
+    """The warm process, which stays for the next run, is no process that a test has left."""
+    if warm.pid is None and not CUDA:
+        run_ranks(array, 1, backend=None, timeout_s=GENEROUS)
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(start: str):
+def no_process_is_left(start: None):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
@@ -251,7 +245,8 @@ def test_auto_uses_a_backend_that_the_machine_has() -> None:
         assert run_ranks(lowest, 2, (3,), backend="auto") == [Answer(0, 3), Answer(1, 3)]
 
 
-def test_an_exception_shows_its_traceback_and_ends_the_other_ranks() -> None:
+def test_an_exception_shows_its_traceback_and_ends_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distkv.testing._outcome._GRACE_S", 0.5)
     with pytest.raises(RanksFailed) as caught:
         run_ranks(fail, 3, backend=None, timeout_s=10_000)
     text = str(caught.value)
@@ -351,26 +346,36 @@ def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
     assert alive(tmp_path) == []
 
 
-@BOTH_WAYS
-def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path, start: str) -> None:
-    code = f"""
+def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Ranks that are forked, and ranks that start fresh: a parent of each kind."""
+    folders = {way: tmp_path / way for way in ("forked", "fresh")}
+    parents = {}
+    for way, folder in folders.items():
+        folder.mkdir()
+        code = f"""
 import contextlib, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_processes import pid_file, run_ranks, warm_start
-with warm_start([]) if {start == "forked"} else contextlib.nullcontext():
-    run_ranks(pid_file, 2, ({str(tmp_path)!r},), backend=None)
+with warm_start([]) if {way == "forked"} else contextlib.nullcontext():
+    run_ranks(pid_file, 1, ({str(folder)!r},), backend=None)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    while len(list(tmp_path.iterdir())) < 2:
-        assert parent.poll() is None
-        time.sleep(0.05)
-    descendants = psutil.Process(parent.pid).children(recursive=True)
-    assert len(descendants) == (3 if start == "forked" and not CUDA else 2)
-    parent.kill()
-    parent.wait()
-    _, left = psutil.wait_procs(descendants, 30)
-    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
-    assert alive(tmp_path) == []
+        parents[way] = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        for way, parent in parents.items():
+            while not list(folders[way].iterdir()):
+                assert parent.poll() is None
+                time.sleep(0.05)
+            descendants = psutil.Process(parent.pid).children(recursive=True)
+            assert len(descendants) == (2 if way == "forked" and not CUDA else 1)
+            parent.kill()
+            parent.wait()
+            _, left = psutil.wait_procs(descendants, 30)
+            assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+            assert alive(folders[way]) == []
+    finally:
+        for parent in parents.values():
+            parent.kill()
+            parent.wait()
 
 
 def pid_file(rank: int, world_size: int, folder: str) -> None:
@@ -378,10 +383,7 @@ def pid_file(rank: int, world_size: int, folder: str) -> None:
     time.sleep(10_000)
 
 
-@BOTH_WAYS
-def test_a_process_that_stays_after_its_target_returned_is_a_failure(
-    start: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_stays_after_its_target_returned_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distkv.testing._outcome._LEAVE_S", 0.5)
     with pytest.raises(RanksFailed, match="its target had returned") as caught:
         run_ranks(return_but_stay, 1, backend=None)

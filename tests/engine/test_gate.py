@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -305,29 +306,6 @@ def ranks_case(rank: int, world_size: int, folder: Path, nudge_on: int | None) -
     return report, [hash for r in recording_of(engine).requests.values() for hash in r.logits.values()]
 
 
-def ranks_cases(rank: int, world_size: int, paths: list[Path]) -> list[tuple[GateReport, list[int]]]:
-    return [ranks_case(rank, world_size, path, None) for path in paths]
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_the_gate_over_real_ranks(folders: Folders, tp: int) -> None:
-    paths = [folders("llama", 12), folders("qwen3", 4)]
-    by_rank = run_ranks(ranks_cases, tp, (paths,), timeout_s=GENEROUS)
-    for results in zip(*by_rank, strict=True):
-        for report, logits in results:
-            assert report.differences == ()
-            assert report.cached_tokens >= 4 * tiny.PAGE
-            assert logits == results[0][1], "ranks must have the same logits, bit for bit"
-
-
-def test_a_difference_on_one_rank_names_the_rank(folders: Folders) -> None:
-    results = run_ranks(ranks_case, 2, (folders("llama", 4), 1), timeout_s=GENEROUS)
-    assert results[0][0].differences == ()
-    (found,) = results[1][0].differences
-    assert found.startswith("request 'a1', rank 1: page 1 (cached), layer 0, values differ: pool page ")
-    assert found.endswith(", token 20 (4 of the page)")
-
-
 def foreign_page_case(rank: int, world_size: int, folder: Path) -> str:
     """Rank 1's recording says that a cached page came from other tokens."""
     torch.set_num_threads(1)
@@ -344,7 +322,41 @@ def foreign_page_case(rank: int, world_size: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_one_rank_cannot_compare_ends_the_gate_on_all(folders: Folders) -> None:
-    messages = run_ranks(foreign_page_case, 2, (folders("llama", 4),), timeout_s=GENEROUS)
-    assert messages[0] == "nothing was compared: rank 1 cannot, see its own error"
-    assert messages[1].startswith("request 'a1', rank 1: page 0 came from the cache, but it was not computed for")
+def two_ranks_cases(rank: int, world_size: int, whole: Path, folder: Path) -> tuple[Any, Any, str]:
+    """All that two ranks do, in one start of the processes."""
+    return (ranks_case(rank, world_size, whole, None), ranks_case(rank, world_size, folder, 1),
+            foreign_page_case(rank, world_size, folder))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders: Folders) -> list[tuple[Any, Any, str]]:
+    return run_ranks(two_ranks_cases, 2, (folders("llama", 12), folders("llama", 4)), timeout_s=GENEROUS)
+
+
+def check_clean(by_rank: list[tuple[GateReport, list[int]]]) -> None:
+    for report, logits in by_rank:
+        assert report.differences == ()
+        assert report.cached_tokens >= 4 * tiny.PAGE
+        assert logits == by_rank[0][1], "ranks must have the same logits, bit for bit"
+
+
+def test_the_gate_over_two_ranks(two_ranks: list[tuple[Any, Any, str]]) -> None:
+    check_clean([clean for clean, *_ in two_ranks])
+
+
+def test_the_gate_over_four_ranks(folders: Folders) -> None:
+    check_clean(run_ranks(ranks_case, 4, (folders("qwen3", 4), None), timeout_s=GENEROUS))
+
+
+def test_a_difference_on_one_rank_names_the_rank(two_ranks: list[tuple[Any, Any, str]]) -> None:
+    on_0, on_1 = (nudged for _, nudged, _ in two_ranks)
+    assert on_0[0].differences == ()
+    (found,) = on_1[0].differences
+    assert found.startswith("request 'a1', rank 1: page 1 (cached), layer 0, values differ: pool page ")
+    assert found.endswith(", token 20 (4 of the page)")
+
+
+def test_what_one_rank_cannot_compare_ends_the_gate_on_all(two_ranks: list[tuple[Any, Any, str]]) -> None:
+    on_0, on_1 = (message for *_, message in two_ranks)
+    assert on_0 == "nothing was compared: rank 1 cannot, see its own error"
+    assert on_1.startswith("request 'a1', rank 1: page 0 came from the cache, but it was not computed for")
