@@ -271,6 +271,8 @@ class Books:
                 self.tiered.forget_host()
             return
         self.epoch += 1
+        if self.tier is not None:
+            self.tier.orphan_prefetches()  # or the device would have pages from before
         if weights_version is not None:
             self.namer = self.namer.with_weights(weights_version)
         if scope == "device" and self.tiered is not None:

@@ -44,12 +44,14 @@ class ReadIn:
             if copy.state is CopyState.DONE and books.tiered is not None:
                 books.tiered.loaded(copy)
 
-    def give_back(self, books: Books, pages: Ids) -> Ids:
+    def give_back(self, books: Books, pages: Ids, *, current: bool) -> Ids:
         """The sequence leaves. Returns those of its ``pages`` that no copy writes any more, which it is to release.
 
         Copies that still run keep their pages until they end. Entries whose bytes did not come in time leave.
+        ``current``: no reset came since it was admitted, so that what has come is of use.
         """
-        self.enter(books)
+        if current:
+            self.enter(books)
         writing = []
         for _, copy in self.loads:
             if not copy.ended:

@@ -274,7 +274,7 @@ class Sequence:
         self._n_pages = self._n_owned = 0
         reserved, self.reserved = self.reserved, 0
         if self.read_in is not None:
-            pages = self.read_in.give_back(self._books, pages)
+            pages = self.read_in.give_back(self._books, pages, current=self.epoch == self._books.epoch)
             self.read_in = None
         self._books.release(pages, reserved)
         self._on_end(self)

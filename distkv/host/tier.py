@@ -107,6 +107,11 @@ class HostTier:
         self.prefetches[host] = self.load(host, device)
         self.prefetched += 1
 
+    def orphan_prefetches(self) -> None:
+        """What they bring is of no use any more."""
+        self._orphans.update(self.prefetches.values())
+        self.prefetches.clear()
+
     def claim(self, host: int) -> Copy | None:
         """The prefetch of this host page, whose device page is the caller's from now on; None if there is none."""
         return self.prefetches.pop(host, None)
