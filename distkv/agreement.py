@@ -97,7 +97,7 @@ class Agreement(Agreed):
         # Before any lookup: one that fails must leave the digest as it is on the other ranks.
         read_in = [tag_of(sequence.id) for sequence in islice(self.loading.values(), self.slots.loading)]
         self.books.note(Call.STEP, self.books.step, self.books.epoch, *(p.tag for p in queue), *read_in)
-        if self.prefetch:
+        if self.prefetch and not self.preemption.growing:  # or they would take what a growing sequence waits for
             prefetch(queue[:free], self.books)
         self.ballot = ballot = self._new_ballot()
         ballot.behind = tuple(queue[free:])

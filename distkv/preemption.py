@@ -53,9 +53,14 @@ class Preemption:
 
     @staticmethod
     def victims(running: Mapping[str, Sequence]) -> tuple[str, ...]:
-        """The last admitted of the sequences that can be suspended, unless it is the only one."""
-        able = [name for name, sequence in running.items() if not sequence.read_in_progress]
-        return (able[-1],) if len(running) > 1 and able else ()
+        """The last admitted sequence, unless it is the only one: the first can always go on to its end.
+
+        Nobody while the last is read in; in one of the next steps it can be suspended.
+        """
+        if len(running) < 2:
+            return ()
+        last = list(running)[-1]
+        return () if running[last].read_in_progress else (last,)
 
     def suspend(self, request: Request) -> None:
         """A sequence was suspended, and this is what goes on from there."""
