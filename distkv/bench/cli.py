@@ -12,6 +12,7 @@ PARTS = {
     "core": ("distkv.bench.core", "what the bookkeeping of one rank costs, beside the machine's own floors"),
     "group": ("distkv.bench.group", "one ballot over each transport, several sizes, 2 to 4 ranks"),
     "engine": ("distkv.bench.engine", "the reference engine with and without the cache, and batch_invariant"),
+    "tier": ("distkv.bench.tier", "the host tier: copies, bookkeeping, and what a host hit is worth"),
     "peers": ("distkv.bench.peers", "distkv, vLLM's and SGLang's prefix caches in one run, and the ratios"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import thread_time_ns
 
@@ -65,18 +66,27 @@ def new_cache(pages: int, page_size: int = 128, group: Group | None = None, hear
     return PrefixCache(config, FINGERPRINT, group)
 
 
+def new_books(pages: int, page_size: int) -> Books:
+    """Empty books of a pool of ``pages``, with one tier."""
+    return Books(PagePool(pages), Namer(FINGERPRINT, page_size))
+
+
+MakeBooks = Callable[[int, int], Books]
+"""Makes empty books: as :func:`new_books`."""
+
+
 class Conversation:
     """The index after a conversation whose runs do not merge: at every turn two pages were stored that diverge.
 
     ``books`` have the ``prompt`` stored as cold pages; ``chain`` names it again, with memory of its own.
     """
 
-    def __init__(self, sizes: Sizes, seed: int = 7) -> None:
+    def __init__(self, sizes: Sizes, seed: int = 7, make: MakeBooks = new_books) -> None:
         self.sizes = sizes
         size, rng = sizes.page_size, np.random.default_rng(seed)
         self.prompt = tokens(rng, sizes.prompt)
         extra = 2 * sizes.turns + 4 * (sizes.new // size)
-        self.books = Books(PagePool(sizes.pages + extra), Namer(FINGERPRINT, size))
+        self.books = make(sizes.pages + extra, size)
         step = sizes.prompt // sizes.turns
         stored: Pages = np.zeros(0, np.int32)
         for end in range(step, sizes.prompt + 1, step):
@@ -104,10 +114,10 @@ def store(books: Books, chain: KeyChain, known: Pages) -> Pages:
     return pages
 
 
-def with_tails(n: int, sizes: Sizes, seed: int = 11, spare: int = 0) -> Books:
+def with_tails(n: int, sizes: Sizes, seed: int = 11, spare: int = 0, make: MakeBooks = new_books) -> Books:
     """Books whose index has ``n`` separate prompts of ``sizes.new`` tokens each, and so as many cold tails."""
     each = sizes.new // sizes.page_size
-    books = Books(PagePool(n * each + spare), Namer(FINGERPRINT, sizes.page_size))
+    books = make(n * each + spare, sizes.page_size)
     rng = np.random.default_rng(seed)
     for _ in range(n):
         store(books, books.namer.chain(tokens(rng, sizes.new)), np.zeros(0, np.int32))
