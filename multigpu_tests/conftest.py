@@ -18,7 +18,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"multigpu_tests: {gpus} GPU(s); {chosen}"
 
 
-@pytest.fixture(params=WORLD_SIZES, ids=lambda size: f"{size}-ranks-{choose_backend(size)}")
+@pytest.fixture(scope="module", params=WORLD_SIZES, ids=lambda size: f"{size}-ranks-{choose_backend(size)}")
 def world_size(request: pytest.FixtureRequest) -> int:
     """Number of ranks of the case; its id in the report names the transport too."""
     assert isinstance(request.param, int)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,10 +61,20 @@ def minima(rank: int, world_size: int) -> list[np.ndarray]:
     return found
 
 
-def test_one_minimum_is_numpys(world_size: int) -> None:
-    results = run_ranks(minima, world_size, timeout_s=TIMEOUT_S, backend="auto")
-    for found in results:
-        for step, minimum in enumerate(found):
+@pytest.fixture(scope="module")
+def results(world_size: int) -> list[dict[str, Any]]:
+    """What each rank saw in the cases that leave the group whole, in one start of the processes."""
+    found: list[dict[str, Any]] = run_ranks(in_turn, world_size, timeout_s=TIMEOUT_S, backend="auto")
+    return found
+
+
+def in_turn(rank: int, world_size: int) -> dict[str, Any]:
+    return {case.__name__: case(rank, world_size) for case in (minima, exchanges, reuse)}
+
+
+def test_one_minimum_is_numpys(world_size: int, results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for step, minimum in enumerate(result["minima"]):
             np.testing.assert_array_equal(minimum, vectors(len(minimum), step, world_size).min(axis=0))
 
 
@@ -77,11 +88,10 @@ def exchanges(rank: int, world_size: int) -> list[list[bytes]]:
     return [group.exchange(bytes([rank]) * length) for length in lengths(rank, world_size)]
 
 
-def test_the_exchange_gives_every_ranks_bytes_by_rank(world_size: int) -> None:
-    results = run_ranks(exchanges, world_size, timeout_s=TIMEOUT_S, backend="auto")
+def test_the_exchange_gives_every_ranks_bytes_by_rank(world_size: int, results: list[dict[str, Any]]) -> None:
     sent = [[bytes([rank]) * length for length in lengths(rank, world_size)] for rank in range(world_size)]
-    for found in results:
-        assert found == [list(by_rank) for by_rank in zip(*sent, strict=True)]
+    for result in results:
+        assert result["exchanges"] == [list(by_rank) for by_rank in zip(*sent, strict=True)]
 
 
 def reuse(rank: int, world_size: int) -> list[tuple[int, int, str]]:
@@ -113,11 +123,11 @@ def reuse(rank: int, world_size: int) -> list[tuple[int, int, str]]:
     return seen
 
 
-def test_all_ranks_reuse_the_same_pages(world_size: int) -> None:
+def test_all_ranks_reuse_the_same_pages(results: list[dict[str, Any]]) -> None:
     """The page that one rank has lost is not used by any."""
-    results = run_ranks(reuse, world_size, timeout_s=TIMEOUT_S, backend="auto")
-    assert all(found == results[0] for found in results)
-    assert [cached for cached, *_ in results[0]] == [0, 40, 36]
+    seen = [result["reuse"] for result in results]
+    assert all(found == seen[0] for found in seen)
+    assert [cached for cached, *_ in seen[0]] == [0, 40, 36]
 
 
 def start_differently(rank: int, world_size: int) -> None:
