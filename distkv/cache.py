@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
+import torch
 
 from distkv.agreement import Agreement
 from distkv.ballot import Slots
@@ -16,7 +18,15 @@ from distkv.books import Books, Scope
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
 from distkv.entries import CachedPrefix
-from distkv.errors import DistKVError, GroupError, InvariantError, MessageError, PeerFailed, SequenceError
+from distkv.errors import (
+    DistKVError,
+    GroupError,
+    HostMemoryError,
+    InvariantError,
+    MessageError,
+    PeerFailed,
+    SequenceError,
+)
 from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
 from distkv.host.copies import Copy, CopyEngine
@@ -214,6 +224,16 @@ class PrefixCache:
             self._books.tier.flush()
             self._books.tier.engine.wait(timeout_s)
 
+    def settle(self, timeout_s: float = 30.0) -> bool:
+        """Waits between two steps until no copy is under way, and takes note of them. False: one still is by then."""
+        end = time.monotonic() + timeout_s
+        while self._books.tier is not None and self._books.tier.in_flight:
+            if time.monotonic() >= end:
+                return False
+            self.wait_for_copies()
+            self._books.poll()
+        return True
+
     def prefill_took(self, tokens: int, seconds: float) -> None:
         """This rank's engine computed so many tokens of prompts in so many seconds; see ``host.skip_slow_loads``.
 
@@ -319,12 +339,25 @@ class PrefixCache:
         """Usable pages of the smallest pool of the group: what one request may use at most."""
         return self._agreement.smallest_pool
 
-    def cached_prefixes(self) -> Iterator[CachedPrefix]:
+    def cached_prefixes(self, *, hosts: bool = False) -> Iterator[CachedPrefix]:
         """Tokens and pages of every indexed prefix of this rank that no longer one continues. Changes nothing.
 
-        For looking at what is cached, such as the check of the pages' bytes; do not call the cache between two of them.
+        Those on the device, or with ``hosts`` those of both tiers. For looking at what is cached, such as the check of
+        the pages' bytes; do not call the cache between two of them.
         """
-        return self._books.index.entries.prefixes()
+        tiered = self._books.tiered
+        return tiered.prefixes() if hosts and tiered is not None else self._books.index.entries.prefixes()
+
+    def host_row(self, page: int) -> torch.Tensor:
+        """The bytes of a host page: uint8 ``[bytes_per_page]``, a view, whose order is ``kv.layout.order``.
+
+        What it holds is of use once the copy that fills it has ended, see :meth:`settle`. Raises HostMemoryError
+        without a host tier that has memory.
+        """
+        rows = self._books.tier.engine.rows if self._books.tier is not None else None
+        if rows is None:
+            raise HostMemoryError("this rank has no host pages to look at", asked=0, got=0)
+        return rows.row(page)
 
     def stats(self) -> Stats:
         """Counters and page states of this rank, at this moment."""

@@ -40,14 +40,16 @@ class Match:
 
 
 class CachedPrefix(NamedTuple):
-    """An indexed prefix on the device that no longer one continues, from its root. Copies: they stay as they are."""
+    """An indexed prefix that no longer one continues, from its root. Copies: they stay as they are."""
 
     tokens: npt.NDArray[np.int32]
     """int32 [pages * page_size]."""
     pages: Ids
-    """Device pages, int32, in chain order. Other prefixes may share the leading ones."""
+    """Device pages, int32, in chain order; -1: it is on the host alone. Other prefixes may share the leading ones."""
     adapter: Adapter | None
     salt: str | None
+    hosts: Ids = NO_PAGES
+    """Host pages, int32, in the same order; -1: the host has none. Empty if nobody asked for them."""
 
 
 class Entries:
@@ -195,18 +197,22 @@ class Entries:
             del self.roots[parent.identity]
         return parent
 
-    def prefixes(self) -> Iterator[CachedPrefix]:
-        """The longest prefixes on the device; together they have every entry there. O(sum of their lengths)."""
+    def prefixes(self, *, hosts: bool = False) -> Iterator[CachedPrefix]:
+        """The longest prefixes on the device, or with ``hosts`` on either tier: then ``pages`` has places.
+
+        Together they have every entry there. O(sum of their lengths).
+        """
         for leaf in self.runs:
-            if leaf is None or leaf.warm or not leaf.resident:
+            if leaf is None or (leaf.children if hosts else leaf.warm or not leaf.resident):
                 continue
-            parts = [leaf.tokens[: leaf.resident * self.page_bytes]]
+            used = len(leaf) if hosts else leaf.resident
+            parts = [leaf.tokens[: used * self.page_bytes]]
             above = leaf.parent
             while isinstance(above, Run):
                 parts.append(above.tokens)
                 above = above.parent
             tokens = np.frombuffer(b"".join(reversed(parts)), "<i4").astype(np.int32)
-            yield CachedPrefix(tokens, path_to(leaf, leaf.resident), above.adapter, above.salt)
+            yield CachedPrefix(tokens, path_to(leaf, used), above.adapter, above.salt)
 
     def check(self) -> list[Run]:
         """Indexed = reachable, keys and pages agree both ways, parents and children agree. Returns all runs."""

@@ -7,10 +7,12 @@ and a host page leaves leaf first, so what is indexed can always be reached.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from distkv.chain import KeyChain
-from distkv.entries import Match
+from distkv.entries import CachedPrefix, Match
 from distkv.errors import InvariantError
 from distkv.host.copies import Copy
 from distkv.host.tier import HostTier
@@ -50,6 +52,14 @@ class TieredIndex(PrefixIndex):
         if not len(match) or match.pages[-1] < self.base:
             return len(match)
         return int(np.count_nonzero(match.pages < self.base))
+
+    def prefixes(self) -> Iterator[CachedPrefix]:
+        """The longest prefixes of both tiers; together they have every entry."""
+        for found in self.entries.prefixes(hosts=True):
+            on_device = found.pages < self.base
+            pages = np.where(on_device, found.pages, _NONE)
+            hosts = np.where(on_device, self._backup[pages], found.pages - self.base)
+            yield found._replace(pages=pages.astype(np.int32), hosts=hosts.astype(np.int32))
 
     def hosts_of(self, places: Ids) -> list[int]:
         """Host pages of places that are on the host alone."""

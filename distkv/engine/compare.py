@@ -23,7 +23,7 @@ class PageDifference(NamedTuple):
     page: int
     """Index of the page in its request, or in the prefix that was checked."""
     pool_page: int
-    """Id of the page in this rank's pool."""
+    """Id of the page in this rank's pool; of its host page with ``host``."""
     layer: int
     plane: int
     """0: keys, 1: values."""
@@ -33,12 +33,15 @@ class PageDifference(NamedTuple):
     """Its place in the page."""
     tokens: int
     """How many tokens of the page differ."""
+    host: bool = False
+    """Whether it is the host tier's page."""
 
     def text(self, kind: str = "") -> str:
         """In words; ``kind`` is said of the page (cached or the request's own)."""
         many = f", {self.tokens} tokens in all" if self.tokens > 1 else ""
         plane = "values" if self.plane else "keys"
-        return (f"page {self.page}{f' ({kind})' if kind else ''}, layer {self.layer}, {plane} differ: pool page "
+        where = "host" if self.host else "pool"
+        return (f"page {self.page}{f' ({kind})' if kind else ''}, layer {self.layer}, {plane} differ: {where} page "
                 f"{self.pool_page}, token {self.token} ({self.offset} of the page){many}")  # fmt: skip
 
 

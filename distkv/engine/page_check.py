@@ -8,7 +8,7 @@ batches in which the page was filled, and the check needs the :class:`~distkv.en
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -46,6 +46,8 @@ class CacheCheck:
 
     pages: int
     differences: tuple[CachedPageDifference, ...]
+    host_pages: int = 0
+    """How many pages of the host tier were compared, too: of what is there alone, and of copies."""
 
 
 def check_pages(
@@ -73,29 +75,63 @@ def check_pages(
 
 
 def check_cache(model: Model, cache: PrefixCache, pool: KVPool, *, recording: Recording | None = None) -> CacheCheck:
-    """Every page that ``cache`` has in ``pool``, computed again and compared, see :func:`check_pages`.
+    """Every page that ``cache`` has in ``pool`` or on the host, computed again and compared, see :func:`check_pages`.
 
-    Every rank of the model's group calls it, between two steps, when nothing is in flight. The ranks may have cached
-    different prefixes if the model is batch-invariant: all compute the prefixes of all, and each compares what it has.
+    Every rank of the model's group calls it, between two steps, when no pass is in flight; it waits for copies. The
+    ranks may have cached different prefixes if the model is batch-invariant: all compute the prefixes of all, and each
+    compares what it has. Raises ``GateFailed`` where pages cannot be checked.
     """
-    own: dict[bytes, list[np.ndarray]] = {}
-    for prefix in cache.cached_prefixes():
-        own.setdefault(prefix.tokens.tobytes(), []).append(prefix.pages)
-    mine = [(np.frombuffer(data, np.int32), ids) for data in sorted(own) for ids in own[data]]
+    settled = cache.settle()
+    own: dict[bytes, list[_Cached]] = {}
+    for prefix in cache.cached_prefixes(hosts=True):
+        own.setdefault(prefix.tokens.tobytes(), []).append(_Cached(prefix.pages, prefix.hosts, pool.pages))
+    mine = [(np.frombuffer(data, np.int32), it.places) for data in sorted(own) for it in own[data]]
     again = _again(model, pool, mine, recording)
+    host = _HostPages(cache, model.pool(1, pool.page_size))
     seen: set[int] = set()
     differences: list[CachedPageDifference] = []
     for data in _of_all_ranks(model, sorted(own)):
         tokens = np.frombuffer(data, np.int32)
-        for ids in own.get(data, [NO_PAGES]):  # more than one: under another salt or adapter
-            again.fill(tokens, ids)
-            new = np.array([i for i, page in enumerate(ids.tolist()) if page not in seen], dtype=np.int64)
-            seen.update(ids.tolist())
-            differences += [
-                CachedPageDifference(found, tokens[: (found.page + 1) * pool.page_size])
-                for found in _compared(pool, again.pool, ids, new)
-            ]
-    return CacheCheck(len(seen), tuple(differences))
+        for it in own.get(data, [_Cached(NO_PAGES, NO_PAGES, pool.pages)]):  # more than one: another salt or adapter
+            again.fill(tokens, it.places)
+            new = [i for i, page in enumerate(it.pages.tolist()) if page >= 0 and page not in seen]
+            seen.update(it.pages[new].tolist())
+            found = _compared(pool, again.pool, it.pages, np.array(new, dtype=np.int64))
+            found += host.compared(again.pool, it.hosts)
+            differences += [CachedPageDifference(each, tokens[: (each.page + 1) * pool.page_size]) for each in found]
+    if not settled:  # said at the end, for the others had to be helped
+        raise GateFailed("a copy between pool and host did not end, so the pages of the host could not be checked")
+    return CacheCheck(len(seen), tuple(differences), len(host.seen))
+
+
+class _Cached:
+    """Where this rank has the pages of one prefix."""
+
+    def __init__(self, pages: np.ndarray, hosts: np.ndarray, base: int) -> None:
+        self.pages = pages
+        self.hosts = hosts
+        self.places = np.where(pages >= 0, pages, base + hosts) if len(hosts) else pages
+
+
+class _HostPages:
+    """The host tier's pages, through a page of memory that is laid out as the pool is."""
+
+    def __init__(self, cache: PrefixCache, pool: KVPool) -> None:
+        self.seen: set[int] = set()
+        self._cache, self._pool, self._kv = cache, pool, pool.paged()
+
+    def compared(self, again: KVPool, hosts: np.ndarray) -> list[PageDifference]:
+        """Host pages of a prefix (-1: it has none) with the pages that lie in order in ``again``; each once."""
+        found: list[PageDifference] = []
+        for number, host in enumerate(hosts.tolist()):
+            if host < 0 or host in self.seen:
+                continue
+            self.seen.add(host)
+            self._kv.scatter(self._cache.host_row(host).unsqueeze(0).to(self._kv.device), [0])
+            there = self._pool.data[:, :, 0]
+            found += [each._replace(pool_page=host, host=True)
+                      for each in _difference(there, again, number, np.zeros(number + 1, np.int32))]
+        return found
 
 
 def _of_all_ranks(model: Model, mine: list[bytes]) -> list[bytes]:
@@ -111,11 +147,15 @@ def _compared(pool: KVPool, again: KVPool, ids: np.ndarray, numbers: np.ndarray)
     """Pages ``numbers`` of a prefix with the pages ``ids`` in ``pool``, which lie in order in ``again``."""
     found: list[PageDifference] = []
     for number in numbers.tolist():
-        there = pool.data[:, :, int(ids[number])].contiguous().view(torch.uint8)
-        wanted = again.data[:, :, number].contiguous().view(torch.uint8)
-        differs = (there != wanted).flatten(3).any(dim=3)  # [layers, 2, page_size]
-        found += differing_pages(differs.permute(2, 0, 1).cpu().numpy(), ids, pool.page_size, number)
+        found += _difference(pool.data[:, :, int(ids[number])], again, number, ids)
     return found
+
+
+def _difference(page: torch.Tensor, again: KVPool, number: int, ids: np.ndarray) -> Iterator[PageDifference]:
+    """A page ``[layers, 2, page_size, heads, dim]`` with page ``number`` of ``again``."""
+    there, wanted = (each.contiguous().view(torch.uint8) for each in (page, again.data[:, :, number]))
+    differs = (there != wanted).flatten(3).any(dim=3)  # [layers, 2, page_size]
+    return differing_pages(differs.permute(2, 0, 1).cpu().numpy(), ids, again.page_size, number)
 
 
 class _Again(Protocol):

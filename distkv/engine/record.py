@@ -128,7 +128,9 @@ class Recording:
         self.batches.append(RecordedBatch(tuple(chunks), tuple(sampled)))
 
     def origin_of(self, page: int) -> tuple[Place, ...]:
-        """Where the tokens that lie in a page of the pool were computed."""
+        """Where the tokens that lie in a page were computed. Pages from ``pool.pages`` on are those of the host."""
+        if page >= self.pool.pages:
+            return self._on_host.get(page - self.pool.pages, ())
         return tuple(self._writers.get(page, ()))
 
     def copied(self, copy: Copy) -> None:

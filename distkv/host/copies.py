@@ -10,6 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distkv.host.memory import HostRows
 
 __all__ = ["Copy", "CopyEngine", "CopyState", "Kind"]
 
@@ -71,6 +75,9 @@ class CopyEngine(ABC):
     all kernels launched before its ``submit`` have read. A copy waits for those that it names. What is launched after
     a ``fence(copies)`` comes behind those copies. Loads overtake stores that wait.
     """
+
+    rows: HostRows | None = None
+    """The memory of the host pages; None for an engine that moves no bytes."""
 
     @abstractmethod
     def submit(self, copies: Sequence[Copy]) -> None:

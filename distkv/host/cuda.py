@@ -64,6 +64,8 @@ class CudaCopies(TrackedCopies):
     wait, and not the host. The engine must not free the pool's tensors before :meth:`close`.
     """
 
+    rows: HostRows
+
     def __init__(self, kv: PagedKV, rows: HostRows, *, load_timeout_s: float = 10.0,
                  compute: Any | None = None) -> None:
         """Raises LayoutMismatch if ``rows`` are for other pages; what torch raises if the GPU has no memory left."""

@@ -46,6 +46,8 @@ class ThreadedCopies(TrackedCopies):
     with :meth:`close`, and by themselves when the program's main thread has ended.
     """
 
+    rows: HostRows
+
     def __init__(self, kv: PagedKV, rows: HostRows, *, threads: int = 2, load_timeout_s: float = 10.0) -> None:
         """Raises LayoutMismatch if ``rows`` are for other pages; RuntimeError if no thread can be started."""
         rows.layout.check_same(kv.layout)
