@@ -91,7 +91,9 @@ class Agreement(Agreed):
         queue = self.queue.first(self.slots.queue)
         for pending in queue:
             pending.ballots += 1
-        free = next((i for i, pending in enumerate(queue) if self._being_read_in(pending)), len(queue))
+        free = len(queue)
+        if self.loading:
+            free = next((i for i, pending in enumerate(queue) if self._being_read_in(pending)), free)
         if self._fault is not None:
             raise self._fault
         # Before any lookup: one that fails must leave the digest as it is on the other ranks.
@@ -115,9 +117,12 @@ class Agreement(Agreed):
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
         self._leftover = 0  # whatever becomes of this ballot
-        loads = tuple(islice(self.loading.values(), self.slots.loading))
-        return Ballot(self.books.step, self.books.generation, self.books.room, loads=loads,
-                      growths=self.preemption.asked(), victims=self.preemption.victims(self.running))
+        ballot = Ballot(self.books.step, self.books.generation, self.books.room)
+        if self.loading:
+            ballot.loads = tuple(islice(self.loading.values(), self.slots.loading))
+        if self.preemption.growing:
+            ballot.growths, ballot.victims = self.preemption.asked(), self.preemption.victims(self.running)
+        return ballot
 
     def end(self, minimum: Vector | None) -> StepResult:
         """Commits what follows from the minimum (None after a step without a collective).
@@ -171,7 +176,7 @@ class Agreement(Agreed):
             self.queue.admitted(row.pending)
         self.queue.drop_aborted()
         ready = self._read_in(ballot, minimum)
-        grown = self.preemption.grant(ballot.growths[: decision.grown])
+        grown = self.preemption.grant(ballot.growths[: decision.grown]) if decision.grown else ()
         for grant in grants:
             sequence = grant.sequence(self.books, void, self._ended)
             self.running[sequence.id] = sequence
@@ -187,6 +192,8 @@ class Agreement(Agreed):
     def _read_in(self, ballot: Ballot, minimum: Vector) -> list[Sequence]:
         """Sequences that all ranks have read in whole run; those whose reading ended short wait again."""
         ready: list[Sequence] = []
+        if not ballot.loads:
+            return ready
         short: list[Sequence] = []
         for sequence, pages in zip(ballot.loads, ballots.restored(minimum, self.slots, len(ballot.loads)), strict=True):
             if pages is None or sequence.read_in is None:  # still loading; or aborted or put back since begin
@@ -212,7 +219,8 @@ class Agreement(Agreed):
                 if not row.pending.aborted:
                     why = ("behind it", 0) if i else ("no room", decision.short)
                     waiting.append(Waiting(row.pending.request.id, *why))
-            waiting += self._behind(ballot, first=not rows)
+            if ballot.behind:
+                waiting += self._behind(ballot, first=not rows)
             if decision.grown < len(ballot.growths):
                 to_preempt = ballot.victims
         return StepResult(

@@ -25,7 +25,7 @@ class Preemption:
     @property
     def growing(self) -> bool:
         """Whether a sequence waits for more pages."""
-        return bool(self.asked())
+        return bool(self._growing and self.asked())
 
     def asked(self) -> tuple[tuple[Sequence, int], ...]:
         """Running sequences that wait for more pages, and for how many, in order of asking."""

@@ -81,8 +81,9 @@ class WaitingQueue:
     def end_of_step(self) -> None:
         """No ballot is in flight any more, and what was decided is done."""
         self.drop_aborted()
-        back, self._coming_back = self._coming_back, []
-        self._queue[0:0] = [p for p in back if not p.aborted]
+        if self._coming_back:
+            back, self._coming_back = self._coming_back, []
+            self._queue[0:0] = [p for p in back if not p.aborted]
 
     def clear(self) -> None:
         """Nothing waits."""
