@@ -146,7 +146,8 @@ class Content:
 
         ``era``: what it brings is of this epoch (a load), or of so many resets of the host tier (a store).
         """
-        slots, good = data if data is not None else ([None] * self.size, False)
+        garbage: Slots = [None] * self.size
+        slots, good = data if data is not None else (garbage, False)
         if copy.kind is Kind.STORE:
             self.host[copy.host] = slots
             self.stored_in[copy.host] = era

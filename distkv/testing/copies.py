@@ -25,8 +25,8 @@ class SimulatedCopies(ScriptedCopies):
         self.rng = rng
         self.epoch: Callable[[], int] = lambda: 0
         self.counts: Counter[str] = Counter()
-        self.p_end = rng.choice([0.15, 0.5, 0.9])
-        self.p_fail = rng.choice([0.0, 0.0, 0.1, 0.4])
+        self.p_end = rng.choice([0.2, 0.6, 0.95])
+        self.p_fail = rng.choice([0.0, 0.0, 0.05, 0.3])
         self.p_stall = rng.choice([0.0, 0.0, 0.05])
         self.patience = rng.choice([4, 12, 40])
         self._marks: dict[Copy, tuple[int, int]] = {}  # passes launched before its submit, and what it brings

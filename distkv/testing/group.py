@@ -130,7 +130,7 @@ def _agreed_state(cache: PrefixCache) -> dict[str, object]:
     ]
     counters = cache._agreement.counters
     state = {"running": running, "waiting": cache.waiting_ids, "suspended": list(cache.suspended),
-             "leftover": cache.leftover, "steps": counters.steps, "short": counters.short_read_ins,
+             "leftover": cache.leftover, "steps": counters.steps,
              "collectives": counters.collectives, "epoch": cache._books.epoch}
     if cache._books.lockstep:
         state["pages"] = [s.page_indices.tolist() for s in cache.running.values()]

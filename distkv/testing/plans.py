@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,13 +36,19 @@ class Plan:
                        read=self.read, write=self.write)
 
     @classmethod
-    def draw(cls, rng: random.Random, number: int) -> Plan:
-        """Mostly of a few stems, so that prompts share pages; now and then the id of another, or too large."""
-        tokens = rng.choice(_STEMS) + [rng.randint(0, 1) for _ in range(rng.choice([0, 1, 2, 2, 4, 6]))]
+    def draw(cls, rng: random.Random, number: int, past: Sequence[list[int]] = ()) -> Plan:
+        """Mostly of a few stems, so that prompts share pages; now and then the id of another, or too large.
+
+        ``past``: what was said before, one of which may go on.
+        """
+        goes_on = bool(past) and rng.random() < 0.7
+        stem = rng.choice(past) if goes_on else rng.choice(_STEMS)
+        tokens = stem + [rng.randint(0, 1) for _ in range(rng.choice([0, 1, 2, 2, 4, 6]))]
         return cls(
             id=str(number if rng.random() < 0.98 else max(1, number - 2)), tokens=tuple(tokens),
             output_limit=rng.randint(0, 8) if rng.random() < 0.97 else 200,
-            salt=rng.choice([None] * 6 + ["s"]), adapter=rng.choice([None] * 6 + [Adapter("a")]),
+            salt=None if goes_on else rng.choice([None] * 6 + ["s"]),
+            adapter=None if goes_on else rng.choice([None] * 6 + [Adapter("a")]),
             cap=rng.choice([None] * 6 + [1, 3]), read=rng.random() < 0.95, write=rng.random() < 0.95,
         )
 
@@ -57,8 +64,8 @@ def draw_configs(rng: random.Random, asynchronous: bool, agreement: How | None,
                         queue_slots=rng.choice([1, 2, 4, 8]), heartbeat=rng.choice([1, 4, 64]),
                         agreement=agreement or drawn, check_every=rng.choice([1, 4, 16]), asynchronous=asynchronous)
     equal = cache.agreement == "lockstep"
-    base, ranks = rng.randint(8, 32) if not tier else rng.randint(6, 16), rng.randint(1, 5 if tier else 8)
-    pools = pools or [base + (0 if equal else rng.randint(0, 6)) for _ in range(ranks)]
+    base, ranks = rng.randint(*((7, 12) if tier else (8, 32))), rng.choice([1, 2, 2, 3, 3, 4]) if tier else rng.randint(1, 8)
+    pools = pools or [base + (0 if equal else rng.randint(0, 3 if tier else 6)) for _ in range(ranks)]
     scratch = [0 if equal else rng.randint(0, 1) for _ in pools]
     hosts = draw_hosts(rng, len(pools)) if tier else [HostConfig()] * len(pools)
     return [Config(cache=cache, pool=PoolConfig(pages=pages + n, scratch_pages=n), host=host)
@@ -67,10 +74,10 @@ def draw_configs(rng: random.Random, asynchronous: bool, agreement: How | None,
 
 def draw_hosts(rng: random.Random, ranks: int) -> list[HostConfig]:
     """The host tier of each rank, of very unequal sizes; a few have none, but not all."""
-    slots, without = rng.randint(1, 8), rng.choice([0.0, 0.0, 0.3])
+    slots, without, roomy = rng.randint(1, 8), rng.choice([0.0, 0.0, 0.0, 0.3]), rng.random() < 0.6
     hosts = []
     for rank in range(ranks):
-        pages = rng.choice([rng.randint(1, 6), rng.randint(4, 16), rng.randint(16, 60)])
+        pages = rng.randint(16, 60) if roomy else rng.choice([rng.randint(1, 6), rng.randint(4, 16)])
         if rank and rng.random() < without:
             hosts.append(HostConfig(loading_slots=slots))
         else:

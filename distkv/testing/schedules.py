@@ -32,6 +32,9 @@ class Schedule(Work):
     """
 
     has_tier = False
+    p_abort = 0.15
+    trouble = 1.0
+    """How likely losses and resets are, in proportion."""
 
     def __init__(self, seed: int, steps: int = 60, *, agreement: How | None = None,
                  pools: list[int] | None = None) -> None:
@@ -70,9 +73,9 @@ class Schedule(Work):
         self.ended.clear()
         plans = [self.plan() for _ in range(requests)]
         known = self.known_ids()
-        aborts = (rng.choice(known),) if known and rng.random() < 0.05 and not quiet else ()
-        version = self.new_version() if rng.random() < 0.01 and not quiet else None
-        reset = rng.random() < 0.01 and not quiet
+        aborts = (rng.choice(known),) if known and rng.random() < self.p_abort / 3 and not quiet else ()
+        version = self.new_version() if rng.random() < 0.01 * self.trouble and not quiet else None
+        reset = rng.random() < 0.01 * self.trouble and not quiet
         resumes = self.resumes(quiet)
         if reset or version is not None:
             self.was_reset("all")
@@ -130,9 +133,9 @@ class Schedule(Work):
             self.retire(self.ranks)
             return
         for rank in self.ranks:
-            if self.rng.random() < 0.06:
+            if self.rng.random() < 0.06 * self.trouble:
                 self.counts["lost"] += self.group.lose_cached_page(rank, self.rng)
-            if self.rng.random() < 0.02:
+            if self.rng.random() < 0.02 * self.trouble:
                 self.counts["lost while owned"] += self.group.lose_indexed_page(rank, self.rng)
             self.retire([rank])
 
@@ -150,11 +153,11 @@ class Schedule(Work):
     def between_and_end(self, quiet: bool) -> Outcomes:
         """Calls that all ranks make in one order, some of which reach some ranks before the end of the step."""
         rng = self.rng
-        if not quiet and rng.random() < 0.03:  # a reset or bump in flight comes at the same moment on all ranks
+        if not quiet and rng.random() < 0.03 * self.trouble:  # a reset or bump in flight comes at the same moment on all ranks
             self.reset_in_flight()
         if not quiet and rng.random() < 0.1:
             self.grow()
-        calls = [self.abort_call()] if self.known_ids() and rng.random() < 0.15 and not quiet else []
+        calls = [self.abort_call()] if self.known_ids() and rng.random() < self.p_abort and not quiet else []
         calls += self.work_calls()
         rng.shuffle(calls)
         before = self.splits(len(calls))
@@ -182,7 +185,7 @@ class Schedule(Work):
 
     def perturb_in_flight(self, rank: int) -> None:
         """:meth:`perturb` between begin and end of a step."""
-        if self.rng.random() < 0.05:
+        if self.rng.random() < 0.05 * self.trouble:
             self.counts["lost in flight"] += self.group.lose_indexed_page(rank, self.rng)
         self.retire([rank])
 

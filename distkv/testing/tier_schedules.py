@@ -7,9 +7,11 @@ from functools import partial
 
 from distkv.keys import Fingerprint
 from distkv.request import StepResult
+from distkv.sequence import Sequence
 from distkv.testing.content import Content
 from distkv.testing.copies import SimulatedCopies
 from distkv.testing.group import Disagreement, SimulatedGroup
+from distkv.testing.plans import Plan
 from distkv.testing.schedules import Schedule
 
 
@@ -17,9 +19,13 @@ class TierSchedule(Schedule):
     """A schedule in which cold tails go to the host and come back, and sequences suspend, resume and wait to grow."""
 
     has_tier = True
+    p_go_on = 0.6
 
     def make_contents(self) -> list[Content]:
         rng = self.rng
+        self.p_abort = rng.choice([0.03, 0.03, 0.15])
+        self.trouble = rng.choice([0.02, 0.1, 0.1, 0.6])
+        self.past: list[list[int]] = []
         self.p_suspend = rng.choice([0.0, 0.03, 0.15])
         self.p_resume = rng.choice([0.2, 0.8])
         self.wait_to_grow = rng.random() < 0.5
@@ -63,6 +69,15 @@ class TierSchedule(Schedule):
 
     # ---- calls
 
+    def plan(self) -> Plan:
+        self.next_id += 1
+        return Plan.draw(self.rng, self.next_id, self.past)
+
+    def finished(self, rank: int, sequence: Sequence) -> None:
+        named = sequence.chain.salt is None and sequence.chain.adapter is None
+        if rank == 0 and named and len(sequence.chain) < 2 * self.size * self.group.caches[0].pool_pages // 3:
+            self.past = [*self.past[-5:], sequence.chain.tokens.tolist()]
+
     def resumes(self, quiet: bool) -> tuple[str, ...]:
         p = 1.0 if quiet else self.p_resume
         return tuple(i for i in self.group.caches[0].suspended if self.rng.random() < p)
@@ -93,7 +108,7 @@ class TierSchedule(Schedule):
             return
         if rng.random() < 0.15:
             self.grow(wait=self.wait_to_grow)
-        if rng.random() < 0.02:
+        if rng.random() < 0.02 * self.trouble:
             self.reset()
         suspended = list(self.group.caches[0].suspended)
         if suspended and rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""What the engine of a simulated group does with running sequences: the same on every rank, at times that may differ."""
+"""What the engine of a simulated group does with running sequences: the same on every rank, not at the same time."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Work:
     counts: Counter[str]
     step_number: int
     p_suspend = 0.0
+    p_go_on = 0.85
+    """How likely a sequence that may generate goes on to do so."""
 
     def _reset_work(self) -> None:
         self.extra: dict[str, int] = {}
@@ -84,7 +86,7 @@ class Work:
             if before + n == sequence.prompt_tokens:
                 sequence.append([rng.randint(0, 2)])
             sequence.commit(n)
-        elif before < limit and rng.random() < 0.85:
+        elif before < limit and rng.random() < self.p_go_on:
             drafted = min(rng.randint(0, 3), limit - before - 1)
             sequence.append([rng.randint(0, 2) for _ in range(drafted)])
             sequence.open(1 + drafted)
@@ -96,6 +98,10 @@ class Work:
         else:
             self.ended.add(request_id)
             sequence.finish()
+            self.finished(rank, sequence)
+
+    def finished(self, rank: int, sequence: Sequence) -> None:
+        """A sequence has ended well on this rank."""
 
     def launch(self, rank: int, sequence: Sequence, n: int) -> None:
         """A forward pass over the last ``n`` opened tokens."""
