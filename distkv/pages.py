@@ -143,6 +143,10 @@ class PagePool:
         at = positions(pages)
         self._word[at] = self._word[at] | _INDEXED
 
+    def enter_one(self, page: int) -> None:
+        """:meth:`enter` for one page."""
+        self._word_of[page] |= _INDEXED
+
     def leave(self, pages: Ids) -> None:
         """No entry names these pages any more. Frees those without an owner and a hold, and only those."""
         at = positions(pages)

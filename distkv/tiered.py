@@ -93,14 +93,16 @@ class TieredIndex(PrefixIndex):
         run = self.entries.run_with(self.base + host)
         if run is None or self.entries.run_of[device] >= 0:
             return False
-        offset, above = run.pages.index(self.base + host), run.parent
-        if run.resident != offset or not (offset or isinstance(above, Root) or above.resident == len(above)):
+        offset, above = run.resident, run.parent
+        if run.pages[offset] != self.base + host:
+            return False
+        if not (offset or isinstance(above, Root) or above.resident == len(above)):
             return False
         self._place(run, offset, device)
         self._backup[device], self._original[host] = host, device
         run.set_resident(offset + 1)
         self._resident += 1
-        self.pool.enter(np.array([device]))
+        self.pool.enter_one(device)
         self._offer_host(host)
         return True
 
@@ -147,7 +149,7 @@ class TieredIndex(PrefixIndex):
         for page in pages:
             host = int(self._backup[page])
             if host != _NONE:
-                tier.pages.read(np.array([host]))  # or it would be given up for one of the others
+                tier.pages.read_one(host)  # or it would be given up for one of the others
                 backups.append(host)
             else:
                 taken = self._host_page()
@@ -156,7 +158,9 @@ class TieredIndex(PrefixIndex):
                 host = taken
                 tier.store(page, host)
             hosts.append(host)
-        tier.let_go(backups)
+        for host in backups:
+            if tier.pages.unread(host):
+                self._offer_host(host)
         return hosts
 
     def _demote(self, run: Run, hosts: list[int]) -> None:
@@ -242,7 +246,15 @@ class TieredIndex(PrefixIndex):
         self.pool.leave(device)
 
     def _left_one(self, place: int) -> None:
-        self._left(np.array([place]))
+        if place >= self.base:
+            self._host_left(place - self.base)
+            return
+        self._resident -= 1
+        host = int(self._backup[place])
+        if host != _NONE:
+            self._host_left(host)
+            self._backup[place] = _NONE
+        self.pool.leave_one(place)
 
     def _host_left(self, host: int) -> None:
         self._original[host] = _NONE

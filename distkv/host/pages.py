@@ -11,6 +11,8 @@ these. Only an idle page (indexed and nothing else) may be given to somebody els
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -80,11 +82,27 @@ class HostPages:
         """One more reader of each page."""
         self._word[positions(pages)] += _READER
 
+    def read_one(self, page: int) -> None:
+        """:meth:`read` for one page."""
+        self._word_of[page] += _READER
+
     def unread(self, page: int) -> bool:
         """One reader less. Whether the page is idle now."""
         if not self._word_of[page] & _READERS:
             raise InvariantError(f"host page {page} is let go by a reader, but has none")
         return self._less(page, _READER)
+
+    def unread_all(self, pages: Sequence[int]) -> list[int]:
+        """:meth:`unread` for pages of which none comes twice. Those that are idle now."""
+        at = np.array(pages, np.intp)
+        words = self._word[at]
+        if not (words & _READERS).all():
+            without = at[words & _READERS == 0].tolist()
+            raise InvariantError(f"host pages {without} are let go by a reader, but have none")
+        words -= _READER
+        self._word[at] = words
+        self._stack += at[words == 0].tolist()
+        return at[words == _INDEXED].tolist()  # type: ignore[no-any-return]
 
     def keep(self, page: int) -> None:
         """A suspended request counts on the page."""

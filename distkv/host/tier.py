@@ -67,7 +67,7 @@ class HostTier:
         leaving = self._leaving.get(device)
         copy = Copy(Kind.LOAD, device, host, after=() if leaving is None else (leaving,),
                     source=self._storing.get(host), use=self.pages.uses[host])
-        self.pages.read(np.array([host]))
+        self.pages.read_one(host)
         self._loading.add(copy)
         self._orders.append(copy)
         self.loads += 1
@@ -118,11 +118,10 @@ class HostTier:
 
     # ---- readers and keeps
 
-    def let_go(self, hosts: Iterable[int]) -> None:
-        """One reader less of each host page."""
-        for host in hosts:
-            if self.pages.unread(host):
-                self.idle(host)
+    def let_go(self, hosts: Sequence[int]) -> None:
+        """One reader less of each host page, none of which comes twice."""
+        for host in self.pages.unread_all(hosts):
+            self.idle(host)
 
     def forget(self, request_id: str) -> None:
         """The suspended request of this name needs its host pages no longer: it runs, or never will."""
