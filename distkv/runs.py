@@ -109,9 +109,13 @@ class Run:
 
     def pop(self) -> tuple[int, int]:
         """Drops the last entry. Returns its place and key."""
-        position, size = self.end - 1, len(self.tokens) // len(self.pages)
-        if self.resident == len(self.pages):
-            self.set_resident(self.resident - 1)
+        n, resident = len(self.pages), self.resident
+        position, size = self.start + n - 1, len(self.tokens) // n
+        if resident == n:
+            if n == 1:
+                self.set_resident(0)
+            else:
+                self.resident = n - 1
         del self.tokens[-size:]
         if self.extras and self.extras.pop(position, None) is not None and not self.extras:
             self.extras = None
