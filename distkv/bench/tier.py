@@ -79,11 +79,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(given: argparse.Namespace) -> None:
-    numbers = {"--repeat": [given.repeat or 1], "--shape": given.shape, "--page-sizes": given.page_sizes,
-               "--mib": [given.mib or 1], "--threads": [given.threads], "--prompts": given.prompts}
+    numbers = {"--repeat": [given.repeat], "--shape": given.shape, "--page-sizes": given.page_sizes,
+               "--mib": [given.mib], "--threads": [given.threads], "--prompts": given.prompts}
     for name, values in numbers.items():
-        if min(values) < 1:
-            raise InputFileError(name, 0, f"must be at least 1, got {min(values)}")
+        least = min((value for value in values if value is not None), default=1)
+        if least < 1:
+            raise InputFileError(name, 0, f"must be at least 1, got {least}")
 
 
 def _device(name: str) -> torch.device:

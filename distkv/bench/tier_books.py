@@ -119,7 +119,7 @@ def _evicting(sizes: Sizes) -> Iterator[Row]:
     for what, sample in zip(("into the tier", "into a full tier", "that the tier has"), with_tier, strict=True):
         yield _row(f"{name}, {what}", sample, without)
     yield _row("hand one spill over and note its end", Sample.of(ended), note="submit and poll; once a page")
-    counts = [_tiers(books)[1].stores for books in (roomy, full)]
+    counts = [_tiers(roomy)[1].stores, _tiers(full)[1].stores - n // 4]
     yield Row(name="pages freed when one is short, in every tier", unit="pages", value=1, target=1, exactly=True,
               note=f"spills ordered: {counts[0]} with room, {counts[1]} with a full host")
 

@@ -135,11 +135,11 @@ def _tokens(model: Model, n: int, seed: int) -> np.ndarray:
 def waits(config: ModelConfig, page_size: int, prompt: int, requests: int) -> list[Waits]:
     """New prompts one after the other through a pool that holds little more than one, by both write policies."""
     model, found = load_model(config), []
-    each = -(-(prompt + _NEW) // page_size)
+    each = -(-(prompt + _OUTPUT) // page_size)
     policies: tuple[Literal["evict", "finish"], ...] = ("evict", "finish")
     for policy in policies:
         host = HostConfig(pages=(requests + 1) * each, write_policy=policy)
-        settings = _settings(config, page_size, each + 2, host)
+        settings = _settings(config, page_size, each + 1, host)
         with closing(Engine(settings, model)) as engine:
             fences: list[float] = []
             engine.cache.fence = _timed(engine.cache.fence, fences)  # type: ignore[method-assign]
