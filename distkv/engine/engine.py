@@ -27,7 +27,6 @@ from distkv.engine.tensor_parallel import check_group, place_in
 from distkv.errors import DistKVError, DuplicateRequest, MessageError, ModelError
 from distkv.faults import Fault
 from distkv.group import Group
-from distkv.host.copies import CopyEngine
 from distkv.keys import Fingerprint
 from distkv.torch_group import abort
 
@@ -45,7 +44,7 @@ class Engine:
     it. All three have the model's ranks, in its order; ``cache_group`` is None only for
     a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool that the memory cannot hold,
     ``GroupMismatch`` for ranks that were started differently, and ``NotInvariant``.
-    ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`. ``copies`` is the cache's, for tests.
+    ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
 
     The order of a step is told by three settings. Plainly: the cache's step, then a batch. With ``engine.overlap`` the
     batch comes between begin and end of the cache's step. With ``cache.asynchronous`` a batch is launched while the one
@@ -61,7 +60,6 @@ class Engine:
         cache_group: Group | None = None,
         handoff_group: dist.ProcessGroup | None = None,
         scheduler: Scheduler | None = None,
-        copies: CopyEngine | None = None,
     ) -> None:
         if config.parallel.tp != model.tp_size:
             raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model lies on {model.tp_size} rank(s)")
@@ -81,7 +79,7 @@ class Engine:
         launcher = Launcher(model, self.pool, self._fence, asynchronous=config.cache.asynchronous)
         # First of all that the ranks do together: what follows is to be the same on all, and here they compare it.
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group,
-                                 kv=self.pool.paged(model.tp_rank, model.tp_size), copies=copies)
+                                 kv=self.pool.paged(model.tp_rank, model.tp_size))
         if config.engine.batch_invariant:
             try:
                 enable(model, handoff_group)
@@ -145,6 +143,16 @@ class Engine:
         if self._intake.abort(request_id):
             self._work.over(request_id, "aborted")
         return True
+
+    def suspend(self, request_id: str) -> bool:
+        """Makes a running request give its place away, on rank 0's word, at the end of the next step.
+
+        It waits again, ahead of all others, and goes on from there to the same end; the pages that it alone has go to
+        the host tier's share of suspended requests. One that does not run then is left as it is. False when it is
+        unknown or was not handed to the cache yet.
+        """
+        self._only_rank_0("suspend")
+        return request_id in self._work.pending and self._intake.suspend(request_id)
 
     def bump(self, weights_version: str) -> None:
         """New weights: what was cached under the old version is not used again. Rank 0; at the next step."""

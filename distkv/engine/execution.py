@@ -59,6 +59,7 @@ class Execution:
         """Batches that were launched and have not landed, the oldest first."""
         self._reserve = Reserve(cache, settings.reserve_tokens)
         self._loading = False
+        self._to_suspend: tuple[str, ...] = ()
         self._launcher = launcher
         self._on_end = on_end
         self._ended: list[Completion] = []
@@ -68,6 +69,7 @@ class Execution:
 
     def begin(self, news: News) -> None:
         """Begins the cache's step with what rank 0 told. Aborted requests are over now, in flight or not."""
+        self._to_suspend = news.suspends
         for name in news.aborts:  # before the requests, as the cache does it: one of them may have the same id
             if name in self.pending:
                 self.over(name, "aborted")
@@ -107,6 +109,8 @@ class Execution:
         if any(running.growing for running in self.running.values()):  # or it was for one that has ended since
             for name in result.to_preempt:
                 self._suspend(name)
+        for name in self._to_suspend:
+            self._suspend(name)
         self._reserve.grow(self.running.values())
 
     def _admit(self, sequence: CacheSequence) -> None:
@@ -127,7 +131,7 @@ class Execution:
 
     def _suspend(self, name: str) -> None:
         running = self.running.pop(name, None)
-        if running is None:  # it has ended while the ballot was in flight
+        if running is None:  # it has ended meanwhile, or it waits or is read in
             return
         self._record_end(name, running)
         self.suspended[name] = self._reserve.suspend(running)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from distkv.config import HostConfig
 from distkv.engine.config import ServeConfig
 from distkv.engine.record import RecordedRequest
 from distkv.engine.requests import Prompt
@@ -49,11 +50,13 @@ class Fuzzed:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt that comes at a step; ``aborted_at``: the step before which it is aborted, if it still runs."""
+    """A prompt that comes at a step. It is aborted before step ``aborted_at``, suspended before ``suspended_at``, if it
+    still runs then."""
 
     step: int
     prompt: Prompt
     aborted_at: int | None = None
+    suspended_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ class Trial:
         """What is special about it."""
         chunk = "the engine's schedule" if self.scheduler is None else f"pieces of at most {self.scheduler.longest}"
         strangers = len(self.arrivals) - len(self.known)
-        return f"{chunk}, {self.config.pool.pages} pages, {len(self.known)} requests and {strangers} strangers"
+        pages = f"{self.config.pool.pages} pages"
+        if self.config.host.pages is not None:
+            pages += f" and {self.config.host.pages} on the host"
+        return f"{chunk}, {pages}, {len(self.known)} requests and {strangers} strangers"
 
 
 def in_order(config: ServeConfig, references: Sequence[RecordedRequest]) -> Trial:
@@ -87,9 +93,11 @@ def random_trial(
     vocab: int,
     *,
     within_pages: bool,
+    pressed: bool = False,
 ) -> Trial:
     """All ``references`` in random order, some twice, among strangers, of which some begin like one of them.
 
+    Some are suspended on the way. ``pressed``: with the smallest pool that can run them all, one at a time.
     ``random`` goes on in the trial's scheduler: every rank needs one of its own, in the same state. ``within_pages``:
     no piece goes across the end of a page, as the gate wants it.
     """
@@ -114,12 +122,13 @@ def random_trial(
     for i in random.permutation(len(prompts)).tolist():
         step += int(random.geometric(0.3)) if random.random() < 0.6 else 0
         prompt, abort = prompts[i]
-        arrivals.append(Arrival(step, prompt, step + abort if abort else None))
+        suspend = step + int(random.integers(1, 24)) if random.random() < 0.4 else None
+        arrivals.append(Arrival(step, prompt, step + abort if abort else None, suspend))
     most = config.engine.batch_tokens
     least = min(max(1, longest // 24), most)
     chunk = max(1, int(np.exp(random.uniform(np.log(least), np.log(most + 1)))))
     scheduler = Fuzzed(random, most, min(chunk, size) if within_pages else chunk, size if within_pages else None)
-    return Trial(_varied(config, longest, random), tuple(arrivals), known, scheduler)
+    return Trial(_varied(config, longest, random, pressed=pressed), tuple(arrivals), known, scheduler)
 
 
 def _again(reference: RecordedRequest, name: str, *, write: bool = True) -> Prompt:
@@ -127,11 +136,24 @@ def _again(reference: RecordedRequest, name: str, *, write: bool = True) -> Prom
     return Prompt(tokens=tokens, id=name, output_limit=len(reference.tokens) - len(tokens), write=write)
 
 
-def _varied(config: ServeConfig, longest: int, random: np.random.Generator) -> ServeConfig:
-    """A pool that may be so small that pages are evicted, and either rule of when a page is stored."""
+def _varied(config: ServeConfig, longest: int, random: np.random.Generator, *, pressed: bool) -> ServeConfig:
+    """A pool that may be so small that pages are evicted, and that answers do not find room; either rule of when a page
+    is stored, and of when it is copied to the host, whose tier may be smaller, too."""
     least = -(-longest // config.cache.page_size) + 1 + config.pool.scratch_pages
     pages = config.pool.pages
-    if random.random() < 0.5:
-        pages = min(pages, least + int(random.integers(0, least)))
+    if random.random() < 0.5 or pressed:
+        pages = min(pages, least + (0 if pressed else int(random.integers(0, least))))
     index_on: Literal["fill", "finish"] = "fill" if random.random() < 0.5 else "finish"
-    return replace(config, pool=replace(config.pool, pages=pages), cache=replace(config.cache, index_on=index_on))
+    reserve = int(random.integers(1, config.engine.output_limit + 1)) if random.random() < 0.6 else None
+    return replace(config, pool=replace(config.pool, pages=pages), cache=replace(config.cache, index_on=index_on),
+                   engine=replace(config.engine, reserve_tokens=reserve), host=_varied_host(config.host, random))
+
+
+def _varied_host(host: HostConfig, random: np.random.Generator) -> HostConfig:
+    if not host.configured:
+        return host
+    policy: Literal["evict", "finish"] = "evict" if random.random() < 0.6 else "finish"
+    pages, kept = host.pages, host.preemption_pages
+    if pages is not None and random.random() < 0.4:
+        pages = int(random.integers(kept + 1, pages + 1))
+    return replace(host, pages=pages, write_policy=policy, prefetch=bool(random.random() < 0.5))

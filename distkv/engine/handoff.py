@@ -46,7 +46,8 @@ class NewRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What all ranks apply in one order, the cache's: a bump or reset, then aborts, then requests.
+    """What all ranks apply in one order, the cache's: a bump or reset, then aborts, then requests. At the end of the
+    cache's step, suspends.
 
     ``shutdown`` ends the followers' loop, and the rest of its message is not applied; ``failed`` goes with it and says
     that rank 0's own work went wrong.
@@ -54,6 +55,8 @@ class News:
 
     requests: tuple[NewRequest, ...] = ()
     aborts: tuple[str, ...] = ()
+    suspends: tuple[str, ...] = ()
+    """Running requests; others of this name are left as they are."""
     weights_version: str | None = None
     reset: bool = False
     shutdown: bool = False
@@ -88,7 +91,8 @@ class News:
                 fields["sampling"] = Sampling(**fields["sampling"])
             requests.append(NewRequest(tokens=tokens[at : at + n], **fields))
             at += n
-        return cls(requests=tuple(requests), **{**header, "aborts": tuple(header["aborts"])})
+        header |= {name: tuple(header[name]) for name in ("aborts", "suspends")}
+        return cls(requests=tuple(requests), **header)
 
 
 _NOTHING = News()

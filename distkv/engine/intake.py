@@ -61,10 +61,20 @@ class Intake:
             self.say(aborts=(*self.outgoing.aborts, name))
         return False
 
+    def suspend(self, name: str) -> bool:
+        """Tells all ranks with the next message, unless the request is still here: False."""
+        if name in self.backlog:
+            return False
+        if name not in self.outgoing.suspends:
+            self.say(suspends=(*self.outgoing.suspends, name))
+        return True
+
     def ended(self, name: str) -> None:
-        """A request is over: an abort that was not sent yet must not meet a later request with the same id."""
-        if name in self.outgoing.aborts:
-            self.say(aborts=tuple(n for n in self.outgoing.aborts if n != name))
+        """A request is over: what was not sent yet must not meet a later request with the same id."""
+        for kind in ("aborts", "suspends"):
+            names = getattr(self.outgoing, kind)
+            if name in names:
+                self.say(**{kind: tuple(n for n in names if n != name)})
 
     def message(self, room: int, cap: Callable[[Pending, bool], int | None]) -> News:
         """The next message with at most ``room`` requests. ``cap(pending, first)`` gives each its ``matched_cap``."""

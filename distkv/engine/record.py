@@ -84,6 +84,7 @@ class Recording:
         self._writers: dict[int, list[Place]] = {}
         self._on_host: dict[int, tuple[Place, ...]] = {}
         self._names: dict[str, str] = {}
+        self._parts: dict[str, list[str]] = {}
 
     def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
         """A request begins: its prompt, and the first pages of its table if ``cached_tokens`` came from the cache."""
@@ -94,6 +95,7 @@ class Recording:
             times += 1
             name = f"{request_id}#{times}"
         self._names[request_id] = name
+        self._parts.setdefault(request_id, []).append(name)
         self.requests[name] = RecordedRequest(name, len(tokens), cached_tokens, origin, tokens.copy())
 
     def ran(
@@ -132,6 +134,10 @@ class Recording:
         if page >= self.pool.pages:
             return self._on_host.get(page - self.pool.pages, ())
         return tuple(self._writers.get(page, ()))
+
+    def parts(self, request_id: str) -> list[str]:
+        """The names under which requests with this id were recorded, in order: parts of one if it was suspended."""
+        return list(self._parts.get(request_id, ()))
 
     def copied(self, copy: Copy) -> None:
         """A page is to be copied between the pool and the host: what it holds goes with it."""

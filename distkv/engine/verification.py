@@ -16,6 +16,7 @@ from distkv.engine.compare import Difference, GateReport, compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.engine import Engine
 from distkv.engine.fuzz import Trial, in_order, random_trial
+from distkv.engine.gate import Recomputed
 from distkv.engine.launch import Ranks
 from distkv.engine.model import Model
 from distkv.engine.page_check import CacheCheck, check_cache
@@ -52,14 +53,18 @@ class _Counts:
     pages: int = 0
     cached_tokens: int = 0
     checked_pages: int = 0
+    host_tokens: int = 0
+    suspended: int = 0
+    host_pages: int = 0
 
 
 class Verification:
     """One rank's part. All ranks call ``prepare``, ``cold``, ``warm`` with 0, 1, 2 ... and ``conclude``."""
 
     def __init__(self, config: ServeConfig, model: Model, tokenizer: Any, ranks: Ranks, out: Output) -> None:
-        self._config = replace(config, engine=replace(config.engine, cache="on"),
-                               pool=replace(config.pool, check=True))  # 3 % of the time with a model of two layers
+        # the checks are 3 % of the time with a model of two layers; what is on the host is to be used, slow or not
+        self._config = replace(config, engine=replace(config.engine, cache="on"), pool=replace(config.pool, check=True),
+                               host=replace(config.host, skip_slow_loads=False))
         self._model, self._tokenizer, self._ranks, self._out = model, tokenizer, ranks, out
         self._references: dict[str, RecordedRequest] = {}
         self._counts = _Counts()
@@ -126,27 +131,35 @@ class Verification:
             self._drive(engine, lambda: _run(engine, trial))
             report = self._compared(engine, trial)
             pages = check_cache(self._model, engine.cache, engine.pool, recording=engine.recording) if last else None
+            stats = engine.cache.stats()
         finally:
             engine.close()
+        self._counts.host_tokens += stats.host_tokens
+        self._counts.suspended += stats.suspended
+        tiers = [f"{stats.host_tokens} of them from the host"] * bool(stats.host_tokens)
+        if stats.suspended:
+            tiers.append(f"{counted(stats.suspended, 'suspension')}")
         what = f"run {number}, seed {seed} ({trial.text})"
-        self._take(what, report, pages)
+        self._take(what, report, pages, tiers)
 
     def _trial(self, number: int, seed: int) -> Trial:
         references = list(self._references.values())
         if number == 0:
             return in_order(self._config, references)
         random = np.random.default_rng([seed, number])
-        return random_trial(self._config, references, random, self._model.vocab_size, within_pages=not self._invariant)
+        return random_trial(self._config, references, random, self._model.vocab_size, within_pages=not self._invariant,
+                            pressed=number == 1 and self._config.host.configured)
 
     def _compared(self, engine: Engine, trial: Trial) -> GateReport:
         recording = engine.recording
         assert recording is not None
         expected: Mapping[str, Recorded]
+        parts = {part: original for name, original in trial.known.items() for part in recording.parts(name)}
         if self._invariant:
-            expected = {name: self._references[original] for name, original in trial.known.items()}
+            expected = {part: _like(recording.requests[part], self._references[it]) for part, it in parts.items()}
         else:
-            expected = gate.recompute(self._model, recording, list(trial.known), continued=True)
-        return compare(recording, expected, rank=self._ranks.rank)
+            expected = gate.recompute(self._model, recording, list(parts), continued=True)
+        return replace(compare(recording, expected, rank=self._ranks.rank), requests=len(trial.known))
 
     def _drive(self, engine: Engine, work: Callable[[], None]) -> None:
         """Rank 0 does ``work`` with the engine, the others follow. An error of rank 0 ends all, with one exit code."""
@@ -174,20 +187,22 @@ class Verification:
 
     # ---- what came of it
 
-    def _take(self, what: str, report: GateReport, pages: CacheCheck | None) -> None:
+    def _take(self, what: str, report: GateReport, pages: CacheCheck | None, tiers: list[str]) -> None:
         found = [*report.found, *(self._page_differences(pages, report.requests) if pages is not None else ())]
-        checked = pages.pages if pages is not None else 0
-        told = self._everyone([found[:_SHOWN], len(found), report.cached_tokens, checked], "the outcome of a run")
+        checked = (pages.pages, pages.host_pages) if pages is not None else (0, 0)
+        told = self._everyone([found[:_SHOWN], len(found), report.cached_tokens, *checked], "the outcome of a run")
         counts = self._counts
         counts.runs += 1
         counts.requests += report.requests
         counts.rows += report.rows
         counts.pages += report.pages
-        counts.cached_tokens += min(cached for _, _, cached, _ in told)
-        counts.checked_pages += min(pages for *_, pages in told)
+        counts.cached_tokens += min(cached for _, _, cached, *_ in told)
+        counts.checked_pages += min(pages for *_, pages, _ in told)
+        counts.host_pages += min(pages for *_, pages in told)
         total = sum(n for _, n, *_ in told)
         if not total:
-            self._out.phase(f"{what}: same bits, {counted(report.cached_tokens, 'token')} from the cache")
+            cached = f"{counted(report.cached_tokens, 'token')} from the cache"
+            self._out.phase(f"{what}: same bits, {', '.join([cached, *tiers])}")
             return
         first = sorted(Difference(*fields) for fields_of_rank, *_ in told for fields in fields_of_rank)
         raise Failed([f"{counted(total, 'DIFFERENCE', 'DIFFERENCES')} in {what}:",
@@ -212,12 +227,29 @@ class Verification:
         if not (counts.rows and counts.pages and counts.checked_pages):
             compared = f"{counts.rows} rows of logits, {counts.pages} pages and {counts.checked_pages} cached pages"
             raise Failed([f"nothing was verified: {compared} were compared"])
+        self._check_tiers()
         runs = f"{counted(counts.runs, 'run')} (1 in order, {counts.runs - 1} under random schedules)"
         self._out.line(
             f"same bits: {runs}, {counted(counts.requests, 'request')}, {counts.cached_tokens} tokens from the cache; "
             f"{counted(counts.rows, 'row')} of logits and {counted(counts.pages, 'page')} compared and "
             f"{counted(counts.checked_pages, 'cached page')} computed again on {_each(self._ranks.size)}"
         )
+        if self._config.host.configured or counts.suspended:
+            self._out.line(
+                f"of these, {counted(counts.host_tokens, 'token')} came back from the host, requests went on after "
+                f"{counted(counts.suspended, 'suspension')}, and {counted(counts.host_pages, 'host page')} had the "
+                "bytes of what was computed again"
+            )
+
+    def _check_tiers(self) -> None:
+        """Raises ``Failed`` for a part of the configuration that was not put to use."""
+        counts, config = self._counts, self._config
+        more = "lower pool.pages, or raise --schedules"
+        if config.host.configured and not counts.host_tokens:
+            raise Failed([f"nothing came back from the host tier, so reading in was not verified: {more}"])
+        if config.engine.reserve_tokens is not None and not counts.suspended:
+            what = "engine.reserve_tokens is set, but no request was suspended"
+            raise Failed([f"{what}, so going on was not verified: {more}"])
 
     def _everyone(self, mine: Any, purpose: str) -> list[Any]:
         """What every rank says, by rank."""
@@ -225,6 +257,14 @@ class Verification:
             return [mine]
         group = TorchGroup(self._ranks.handoff_group, timeout_s=self._config.engine.idle_timeout_s)
         return [json.loads(data) for data in group.exchange(json.dumps(mine).encode(), purpose=purpose)]
+
+
+def _like(part: RecordedRequest, whole: RecordedRequest) -> Recomputed:
+    """What a request, or a part of one that was suspended, has to have in common with the uncached run of it."""
+    assert whole.kv is not None
+    first = part.prompt_tokens - 1
+    logits = {at: value for at, value in whole.logits.items() if first <= at < part.committed}
+    return Recomputed(logits, whole.kv[: part.committed])
 
 
 def _each(ranks: int) -> str:
@@ -235,6 +275,7 @@ def _run(engine: Engine, trial: Trial) -> None:
     """Rank 0: lets the prompts come at their steps."""
     todo = deque(trial.arrivals)
     aborts: dict[str, int] = {}
+    suspends: dict[str, int] = {}
     step = 0
     while todo or engine.busy:
         if not engine.busy:
@@ -244,9 +285,14 @@ def _run(engine: Engine, trial: Trial) -> None:
             name = engine.submit(arrival.prompt)
             if arrival.aborted_at is not None:
                 aborts[name] = arrival.aborted_at
+            if arrival.suspended_at is not None:
+                suspends[name] = arrival.suspended_at
         for name in [name for name, at in aborts.items() if at <= step]:
             del aborts[name]
             engine.abort(name)
+        for name in [name for name, at in suspends.items() if at <= step]:
+            del suspends[name]
+            engine.suspend(name)
         for done in engine.step():
             if done.error is not None:
                 raise done.error

@@ -2,17 +2,18 @@
 
 ``distkv verify CONFIG [--messages FILE | --random] [--schedules N] [--seed S]``. With parallel.tp above 1 it starts its
 own ranks on this host; under torchrun it is one of them. First every turn is answered without the cache. Then all of
-them run with it: once in order, and under N random schedules (pieces, batches, strangers, order, pool size). The
-logits of every token and the KV memory of every request must have the same bits, and at the end every cached page is
-computed again and compared.
+them run with it: once in order, and under N random schedules (pieces, batches, strangers, order, pool size, what is
+suspended and goes on later). The logits of every token and the KV memory of every request must have the same bits, and
+at the end every cached page, on the device and on the host, is computed again and compared.
 
-Exit code 0: the same bits. 1: a difference, or nothing came from the cache, or it failed. 2: the configuration, the
-file or the model cannot be used. 130: interrupted. 141: nobody reads the output.
+Exit code 0: the same bits. 1: a difference, or nothing came from the cache (with a host tier: from the host), or it
+failed. 2: the configuration, the file or the model cannot be used. 130: interrupted. 141: nobody reads the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -97,6 +98,9 @@ def _run(
         for line in errors_by_rank(failed.errors):
             out.error(line)
         return 2
+    log = logging.getLogger("distkv.host")
+    level = log.level
+    log.setLevel(logging.WARNING)  # the first engine has said what every other one would
     try:
         verification.cold(lambda: _talks(config, conversations, model, tokenizer, seed))
         for number in range(schedules + 1):
@@ -111,6 +115,8 @@ def _run(
         for line in failed.lines:
             out.error(line)
         return failed.code
+    finally:
+        log.setLevel(level)
     return out.exit_code(0)
 
 
