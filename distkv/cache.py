@@ -348,6 +348,12 @@ class PrefixCache:
         tiered = self._books.tiered
         return tiered.prefixes() if hosts and tiered is not None else self._books.index.entries.prefixes()
 
+    @property
+    def host_memory(self) -> str | None:
+        """What this rank's host pages lie in: ``pinned`` memory, or ``pageable`` and why; None if it has none."""
+        rows = self._books.tier.engine.rows if self._books.tier is not None else None
+        return rows.kind if rows is not None else None
+
     def host_row(self, page: int) -> torch.Tensor:
         """The bytes of a host page: uint8 ``[bytes_per_page]``, a view, whose order is ``kv.layout.order``.
 

@@ -32,6 +32,7 @@ from distkv.engine.report import (
     print_report,
     request_id,
     short,
+    tier_line,
     title,
     with_titles,
 )
@@ -160,8 +161,9 @@ def _answer(
         except _REFUSED as error:
             rows.append(_refusal(conversation, number, len(places), error, out))
             return
+        from_host = f", {on.host_tokens} of them read in from the host" * bool(on.host_tokens)
         out.line(f"          with the cache: first token after {on.ttft_s or 0:.2f} s, {on.cached_tokens} of "
-                 f"{counted(on.prompt_tokens, 'token')} from it")  # fmt: skip
+                 f"{counted(on.prompt_tokens, 'token')} from it{from_host}")  # fmt: skip
         out.line(f"          answer: {short(on.text or '', 200)}")
         rows.append(Turn(conversation.name, number, off, on))
         given = conversation.given_answer(at)
@@ -205,7 +207,8 @@ def _check_and_report(engine: Engine, ranks: Ranks, rows: list[Turn | Refusal], 
     everyone = [json.loads(data) for data in told]
     differences = [line for lines, _, _ in everyone for line in lines]
     refused = everyone[0][2]
-    print_report(rows, report, differences, {name for _, found, _ in everyone for name in found}, out)
+    tier = tier_line(engine.cache.stats(), engine.cache.host_memory)
+    print_report(rows, report, differences, {name for _, found, _ in everyone for name in found}, out, tier)
     if refused:
         out.line(f"{counted(refused, 'turn was', 'turns were')} refused: see the table.")
     if differences or refused:

@@ -16,6 +16,7 @@ from distkv._text import counted
 from distkv.engine.compare import GateReport
 from distkv.engine.requests import Completion
 from distkv.errors import DistKVError
+from distkv.stats import Stats
 
 __all__ = [
     "Output",
@@ -28,6 +29,7 @@ __all__ = [
     "quiet_transformers",
     "request_id",
     "short",
+    "tier_line",
     "title",
     "with_titles",
 ]
@@ -166,13 +168,14 @@ def errors_by_rank(errors: Sequence[str | None]) -> list[str]:
 
 
 def print_report(
-    rows: Sequence[Turn | Refusal], report: GateReport, differences: Sequence[str], differing: set[str], out: Output
+    rows: Sequence[Turn | Refusal], report: GateReport, differences: Sequence[str], differing: set[str], out: Output,
+    tier: str = "",
 ) -> None:
-    """The table, the sums, and what the check of the bits found."""
+    """The table, the sums, what the host ``tier`` did, and what the check of the bits found."""
     turns = [row for row in rows if isinstance(row, Turn)]
     out.line()
-    out.line("                     prompt   cached   first token, s    same     same")
-    out.line("conversation  turn   tokens   tokens      off       on   answer   bits")
+    out.line("                     prompt   on the   on the            first token, s    same     same")
+    out.line("conversation  turn   tokens   device     host  computed      off       on   answer   bits")
     for row in rows:
         start = f"{short(row.conversation, 12):<12}  {row.number:>4}"
         if isinstance(row, Refusal):
@@ -180,14 +183,18 @@ def print_report(
             continue
         off, on = row.off, row.on
         same = f"{_yes(row.same_answer):<6}   {_yes(on.id not in differing)}"
-        out.line(f"{start}  {on.prompt_tokens:>7}  {on.cached_tokens:>7}  {off.ttft_s or 0:>7.2f}  "
-                 f"{on.ttft_s or 0:>7.2f}   {same}")  # fmt: skip
+        parts = f"{on.prompt_tokens:>7}  {on.device_tokens:>7}  {on.host_tokens:>7}  {on.computed_tokens:>8}"
+        out.line(f"{start}  {parts}  {off.ttft_s or 0:>7.2f}  {on.ttft_s or 0:>7.2f}   {same}")
     out.line()
     if not turns:
         out.line("No turn was answered, so there is nothing to check.")
         return
-    prompt, cached = (sum(getattr(t.on, f) for t in turns) for f in ("prompt_tokens", "cached_tokens"))
-    out.line(f"prefill tokens saved: {cached} of {prompt} ({cached / prompt:.0%})")
+    sums = ("prompt_tokens", "cached_tokens", "host_tokens")
+    prompt, cached, host = (sum(getattr(t.on, name) for t in turns) for name in sums)
+    from_host = f", {host} of them read in from the host" * bool(host)
+    out.line(f"prefill tokens saved: {cached} of {prompt} ({cached / prompt:.0%}){from_host}")
+    if tier:
+        out.line(tier)
     off_s, on_s = (statistics.median(getattr(t, mode).ttft_s or 0.0 for t in turns) for mode in ("off", "on"))
     out.line(f"median time to first token: {off_s:.2f} s without the cache, {on_s:.2f} s with it")
     what = f"{counted(report.rows, 'row')} of logits and {counted(report.pages, 'page')} on each rank"
@@ -197,6 +204,19 @@ def print_report(
             out.line(f"  {with_titles(line)}")
     else:
         out.line(f"bits: {what} are the same as without the cache")
+
+
+def tier_line(stats: Stats, memory: str | None) -> str:
+    """What a rank's host tier did; empty if it has none. ``memory``: pinned or not."""
+    if not stats.host_pages:
+        return ""
+    line = (f"host tier of rank 0: {counted(stats.stores, 'page')} spilled, {stats.loads} read in; "
+            f"{stats.host_pages - stats.host_free} of {counted(stats.host_pages, 'page')} in use, {memory}")
+    failed = stats.store_failures + stats.load_failures
+    for number, what in ((stats.dropped, "dropped for want of a place"), (failed, "not copied, for an error"),
+                         (stats.suspended, "suspensions")):
+        line += f", {number} {what}" * bool(number)
+    return line
 
 
 def short(text: str, n: int) -> str:
