@@ -97,17 +97,29 @@ class Launch:
     def found(self) -> list[dict[str, object]]:
         return [json.loads(file.read_text()) for file in sorted(self.out.glob("*.json"))]
 
+    def check_none_left(self) -> None:
+        for found in self.found():
+            assert not psutil.pid_exists(int(str(found["pid"]))), "a rank is left"
+
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path)
     yield launch
-    for found in launch.found():
-        assert not psutil.pid_exists(int(str(found["pid"]))), "a rank is left"
+    launch.check_none_left()
 
 
-def test_one_process_per_rank_and_the_exit_code_of_the_one_that_failed_first(launch: Launch) -> None:
-    code, errors = launch.run("--module", "a_case", "a config.yaml", "--messages", "some file.jsonl", "--exit", "7")
+def one_fails(folder: Path) -> tuple[Launch, int, str]:
+    launch = Launch(folder)
+    return launch, *launch.run(
+        "--module", "a_case", "a config.yaml", "--messages", "some file.jsonl", "--exit", "7"
+    )  # fmt: skip
+
+
+@pytest.mark.ahead(work=one_fails)
+def test_one_process_per_rank_and_the_exit_code_of_the_one_that_failed_first(ahead: tuple[Launch, int, str]) -> None:
+    launch, code, errors = ahead
+    launch.check_none_left()
     assert code == 7
     assert errors == "launch: rank 1 ended first, with exit code 7; see what it wrote above\n"
     cores = len(os.sched_getaffinity(0))
@@ -157,8 +169,11 @@ def has_ipv6() -> bool:
     return False
 
 
-def test_two_hosts_meet_at_the_master_and_what_the_user_sets_is_kept(launch: Launch) -> None:
-    addr, port = "[::1]" if has_ipv6() else "127.0.0.1", free_port()
+MASTER = "[::1]" if has_ipv6() else "127.0.0.1"
+
+
+def two_hosts(folder: Path) -> tuple[Launch, list[tuple[int, str]]]:
+    launch, addr, port = Launch(folder), MASTER, free_port()
     hosts = [
         launch.start(
             "--module", "a_case", str(launch.config),
@@ -167,13 +182,25 @@ def test_two_hosts_meet_at_the_master_and_what_the_user_sets_is_kept(launch: Lau
         )
         for node in range(2)
     ]  # fmt: skip
+    ends = []
     for host in hosts:
         _, errors = host.communicate(timeout=GENEROUS)
-        assert host.returncode == 0, errors
+        ends.append((host.returncode, errors))
+    return launch, ends
+
+
+@pytest.mark.ahead(work=two_hosts)
+def test_two_hosts_meet_at_the_master_and_what_the_user_sets_is_kept(
+    ahead: tuple[Launch, list[tuple[int, str]]]
+) -> None:
+    launch, ends = ahead
+    launch.check_none_left()
+    for code, errors in ends:
+        assert code == 0, errors
     assert [(found["rank"], found["local_rank"]) for found in launch.found()] == [(0, 0), (1, 0)]
     for found in launch.found():
         assert (found["WORLD_SIZE"], found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("2", "3", "ACTIVE")
-        assert found["MASTER_ADDR"] == addr.strip("[]")
+        assert found["MASTER_ADDR"] == MASTER.strip("[]")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

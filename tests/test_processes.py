@@ -5,6 +5,7 @@ Ranks are forked from a warm process here, as in all tests; what may depend on t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from distkv.errors import GroupTimeout, RequestTooLarge
+from distkv.testing._children import TOKEN
 from distkv.testing.processes import RanksFailed, choose_backend, run_outcomes, run_ranks
 from distkv.testing.warm import WarmProcess, warm_start
 
@@ -158,11 +160,21 @@ def start(warm: WarmProcess) -> None:
         run_ranks(array, 1, backend=None, timeout_s=GENEROUS)
 
 
+def of_ranks() -> set[int]:
+    """Processes of ranks, and those that they start; not what other tests have begun (see conftest.py)."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if TOKEN in child.environ():
+                found.add(child.pid)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left(start: None):
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = of_ranks()
     yield
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert of_ranks() <= before
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,27 +8,6 @@ import torch
 
 from tests.engine import tiny
 from tests.engine.conversion import Converted, convert_together
-
-_CONVERSION = pytest.StashKey[subprocess.Popen[bytes]]()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where SmolLM2 is tested it is converted once, which takes one core 20 s: that begins while other tests run.
-
-    The first test that needs it waits for the conversion's lock, or converts it if this has failed.
-    """
-    if not session.config.option.collectonly and any("smollm2" in item.name for item in session.items):
-        code = "from distkv.engine.sources import model_folder\nmodel_folder('smollm2')"
-        session.config.stash[_CONVERSION] = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    conversion = session.config.stash.get(_CONVERSION, None)
-    if conversion is not None:
-        conversion.kill()
-        conversion.wait()
 
 
 @pytest.fixture(scope="session")

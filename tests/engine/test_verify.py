@@ -295,13 +295,17 @@ def test_a_fault_on_one_rank_ends_all_with_its_name(folders: Folders, tmp_path: 
     assert piped == ((141, "", ""), (141, "", "")), "all leave when nobody reads, without a word"
 
 
-def test_one_command_starts_the_ranks(folders: Folders, tmp_path: Path) -> None:
-    config = write(tmp_path / "c.yaml", folders("llama", 4), tp=2, batch_invariant=False)
-    done = subprocess.run(
+def one_command(folder: Path) -> subprocess.CompletedProcess[str]:
+    config = write(folder / "c.yaml", tiny.plain_folder(folder / "model"), tp=2, batch_invariant=False)
+    return subprocess.run(
         [sys.executable, "-m", "distkv", "verify", str(config), "--random", "--schedules", "0"],
         env=dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"),
         capture_output=True, text=True, timeout=GENEROUS, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "same bits: 1 run" in done.stdout
-    assert done.stdout.count("on each of 2 ranks") == 1
+
+
+@pytest.mark.ahead(work=one_command)
+def test_one_command_starts_the_ranks(ahead: subprocess.CompletedProcess[str]) -> None:
+    assert ahead.returncode == 0, ahead.stdout + ahead.stderr
+    assert "same bits: 1 run" in ahead.stdout
+    assert ahead.stdout.count("on each of 2 ranks") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,39 @@ def model_folder(folder: Path, kind: str, *, kv_heads: int = 12, layers: int = 2
                 if parameter.dim() == 1:
                     parameter.normal_(parameter.mean().item(), 0.2)
     model.save_pretrained(folder)
+    return folder
+
+
+def plain_folder(folder: Path) -> Path:
+    """A Llama as :func:`model_folder` makes one, of 4 KV heads, without torch: for threads beside the tests."""
+    from safetensors.numpy import save_file
+
+    random, weights = np.random.default_rng(1), {}
+
+    def add(name: str, *shape: int) -> None:
+        made = random.standard_normal(shape) * 0.15 if len(shape) > 1 else np.ones(shape)
+        weights[f"{name}.weight"] = made.astype(np.float32)
+
+    add("model.embed_tokens", VOCAB, 96)
+    for i in range(2):
+        for name, rows, columns in [
+            ("self_attn.q_proj", 96, 96), ("self_attn.k_proj", 32, 96), ("self_attn.v_proj", 32, 96),
+            ("self_attn.o_proj", 96, 96), ("mlp.gate_proj", 192, 96), ("mlp.up_proj", 192, 96),
+            ("mlp.down_proj", 96, 192),
+        ]:  # fmt: skip
+            add(f"model.layers.{i}.{name}", rows, columns)
+        add(f"model.layers.{i}.input_layernorm", 96)
+        add(f"model.layers.{i}.post_attention_layernorm", 96)
+    add("model.norm", 96)
+    add("lm_head", VOCAB, 96)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 96,
+        "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1,
+        "tie_word_embeddings": False,
+    }))  # fmt: skip
     return folder
 
 
