@@ -131,7 +131,8 @@ class Agreed:
 
     def _apply(self, message: Message) -> None:
         if message.weights_version is not None or message.reset:
-            self.next_epoch(message.weights_version)
+            some = message.reset if isinstance(message.reset, str) and message.weights_version is None else "all"
+            self.next_epoch(message.weights_version, some)
         for request_id in message.aborts:
             self.abort(request_id)
         for request_id in reversed(message.resumes):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -46,6 +46,7 @@ _OF_A_REQUEST = frozenset({Call.SUBMIT, Call.OPEN, Call.APPEND, Call.COMMIT, Cal
                            Call.GROW, Call.SUSPEND, Call.RESUME})
 Scope = Literal["all", "device", "host"]
 """Which tiers a reset empties."""
+SCOPES = get_args(Scope)
 
 _REMEMBERED = 32
 """Calls that an error about ranks that diverged can tell."""

@@ -14,7 +14,7 @@ import torch
 
 from distkv.agreement import Agreement
 from distkv.ballot import Slots
-from distkv.books import Books, Scope
+from distkv.books import SCOPES, Books, Scope
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
 from distkv.entries import CachedPrefix
@@ -130,7 +130,7 @@ class PrefixCache:
         ``running``: sequences keep their pages, finish and do not store (but after a reset of the host they do), or
         are aborted, as they have to be if the bytes of the pool are lost. What is being read in waits again.
         """
-        if scope not in ("all", "device", "host") or running not in ("finish", "abort"):
+        if scope not in SCOPES or running not in ("finish", "abort"):
             raise MessageError(f"reset({scope!r}, {running!r}): the scope is all, device or host; running sequences "
                                "finish or abort")
         before = free_of(self._books)

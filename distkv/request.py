@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distkv.books import SCOPES, Scope
 from distkv.chain import KeyChain
 from distkv.errors import MessageError, RequestError
 from distkv.reasons import Reason
@@ -61,8 +62,9 @@ class Message:
     """Ids of waiting or running requests. Unknown ids are ignored: they may have ended in the meantime."""
     weights_version: str | None = None
     """Not None: the weights are these from now on; nothing computed before is used again."""
-    reset: bool = False
-    """True: the cache forgets everything; running sequences finish and do not store."""
+    reset: bool | Scope = False
+    """True or "all": the cache forgets everything; "device" or "host": of that tier. Running sequences finish and do
+    not store, but after a reset of the host alone they do. See ``PrefixCache.reset``."""
     resumes: tuple[str, ...] = ()
     """Ids of suspended requests, which go to the head of the queue in this order. Unknown ids are ignored."""
 
@@ -72,6 +74,8 @@ class Message:
             if not isinstance(given, (tuple, list)) or not all(isinstance(item, kind) for item in given):
                 raise MessageError(f"Message.{name} must be a tuple of {kind.__name__}, not {given!r:.100}")
             object.__setattr__(self, name, tuple(given))
+        if not isinstance(self.reset, bool) and self.reset not in SCOPES:
+            raise MessageError(f"Message.reset must be True, False or one of {', '.join(SCOPES)}, not {self.reset!r}")
         if self.weights_version is not None and not isinstance(self.weights_version, str):
             raise MessageError(f"Message.weights_version must be a str or None, not {self.weights_version!r}")
 

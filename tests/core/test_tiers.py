@@ -354,6 +354,10 @@ def test_a_reset_of_one_tier() -> None:
     stats = tiers.cache.stats()
     assert stats.host_ready == 0 and found.host_freed == before.host_ready
     assert stats.entries == stats.pages_cached and tiers.matched(C) == 4
+    tiers.cache.step(Message(reset="device"))
+    assert tiers.cache.stats().pages_free == 6
+    with pytest.raises(MessageError, match="True, False or one of all, device, host"):
+        Message(reset="disk")  # type: ignore[arg-type]
     with pytest.raises(MessageError, match="scope is all, device or host"):
         tiers.cache.reset("disk")  # type: ignore[arg-type]
 
