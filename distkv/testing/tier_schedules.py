@@ -25,6 +25,9 @@ class TierSchedule(Schedule):
         rng = self.rng
         self.p_abort = rng.choice([0.03, 0.03, 0.15])
         self.trouble = rng.choice([0.02, 0.1, 0.1, 0.6])
+        self.speeds = [rng.choice([(0, 0, 0, 1, 2), (0, 1, 2, 9)]) for _ in self.configs]
+        """How many passes run at a time, on each rank."""
+        self.loading: set[str] = set()
         self.past: list[list[int]] = []
         self.p_suspend = rng.choice([0.0, 0.03, 0.15])
         self.p_resume = rng.choice([0.2, 0.8])
@@ -56,7 +59,7 @@ class TierSchedule(Schedule):
 
     def play(self, rank: int) -> None:
         content, engine, rng = self.contents[rank], self.engines[rank], self.rng
-        content.run(rng.choice([0, 1, 2, 9]))
+        content.run(rng.choice(self.speeds[rank]))
         if engine is None:
             return
         engine.play()
@@ -118,9 +121,14 @@ class TierSchedule(Schedule):
     def count(self, result: StepResult) -> None:
         super().count(result)
         for sequence in result.grown:
-            pages = self.growing.pop(sequence.id, 0)
+            pages = self.growing[sequence.id].pop(0)
             self.extra[sequence.id] = self.extra.get(sequence.id, 0) + pages * self.size
             self.counts["grown after waiting"] += 1
+        fresh = [s.id for s in (*result.ready, *result.loading) if s.id not in self.loading]
+        self.loading = {s.id for s in result.loading}
+        waits = [name for name, pages in self.growing.items() if pages and name not in self.ended]
+        if waits and fresh:
+            raise Disagreement(f"{fresh} were admitted ahead of {waits}, which wait to grow: {result}")
         self.counts["read in"] += sum(1 for s in result.ready if s.record.host_tokens)
         for name in result.to_preempt:
             if name in self.group.caches[0].running:

@@ -30,8 +30,8 @@ class Work:
     def _reset_work(self) -> None:
         self.extra: dict[str, int] = {}
         """Tokens beyond its limit that a sequence has grown by."""
-        self.growing: dict[str, int] = {}
-        """Pages for which a sequence waits to grow."""
+        self.growing: dict[str, list[int]] = {}
+        """Pages for which a sequence waits to grow, in order of asking."""
         self.ended: set[str] = set()
         """Sequences that were ended since this step began, on some rank."""
 
@@ -46,9 +46,8 @@ class Work:
     def forget_ended(self) -> None:
         """What was noted of sequences that do not run any more."""
         running = self.group.caches[0].running
-        for notes in (self.extra, self.growing):
-            for name in [name for name in notes if name not in running or name in self.ended]:
-                del notes[name]
+        self.extra = {i: n for i, n in self.extra.items() if i in running and i not in self.ended}
+        self.growing = {i: n for i, n in self.growing.items() if n and i in running and i not in self.ended}
 
     # ---- calls on one rank
 
@@ -78,6 +77,9 @@ class Work:
         limit = sequence.prompt_tokens + sequence.request.output_limit + extra
         if self.p_suspend and rng.random() < self.p_suspend:
             self.ended.add(request_id)
+            ahead = sequence.prompt_tokens - before
+            if ahead > 0:  # opened, and never computed
+                sequence.open(rng.randint(1, ahead))
             sequence.suspend()
         elif before < sequence.prompt_tokens:
             n = min(rng.randint(1, 3 * self.size), sequence.prompt_tokens - before)
@@ -124,7 +126,7 @@ class Work:
         if granted[0]:
             self.extra[request_id] = self.extra.get(request_id, 0) + pages * self.size
         elif granted[0] is False:
-            self.growing[request_id] = self.growing.get(request_id, 0) + pages
+            self.growing.setdefault(request_id, []).append(pages)
 
     @staticmethod
     def _grown(cache: PrefixCache, request_id: str, pages: int, wait: bool) -> bool | None:
