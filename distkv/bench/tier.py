@@ -131,7 +131,7 @@ def _engine(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     size, repeat = given.page_sizes[0], given.repeat or (1 if given.quick else 5)
     prompts = given.prompts[:1] if given.quick else given.prompts
     first = tier_engine.first_tokens(config, size, prompts, repeat)
-    print(f"\nengine: {given.model}, {given.dtype}, pages of {size} tokens; wall clock, medians of {repeat}\n")
+    print(f"\nengine: {given.model}, {given.dtype}, pages of {size} tokens; wall clock, best of {repeat}\n")
     print(tier_engine.table(first))
     waits = tier_engine.waits(config, size, prompts[0], 1 if given.quick else 4)
     print("\nengine: what passes wait for spills, when every new page drives out another one\n")

@@ -41,14 +41,14 @@ class FirstToken:
     pages: int
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
 
-    def median(self, way: str) -> float:
-        """Seconds."""
-        return median(self.seconds[way])
+    def best(self, way: str) -> float:
+        """Seconds: the least of all, since machines are shared."""
+        return min(self.seconds[way])
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return {"tokens": self.tokens, "pages": self.pages, "page_bytes": self.page_bytes, "seconds": self.seconds,
-                "median_s": {way: self.median(way) for way in WAYS}}
+                "best_s": {way: self.best(way) for way in WAYS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,15 @@ def _timed(call: Callable[[], None], seconds: list[float]) -> Callable[[], None]
 
 
 def table(found: Iterable[FirstToken]) -> str:
-    """Milliseconds to the first token, and how they compare."""
-    head = ["cached + new tokens", "pages", "MiB", "recompute, ms", "host hit, ms", "device hit, ms",
-            "host hit by device hit", "host hit by recompute"]
+    """Milliseconds to the first token, the best, and how they compare."""
+    head = ["cached + new tokens", "pages", "MiB", *(f"{way}, ms" for way in WAYS), "(medians)", "host by device",
+            "host by recompute"]
     lines = []
     for one in found:
-        again, host, device = (one.median(way) for way in WAYS)
+        again, host, device = (one.best(way) for way in WAYS)
         lines.append([f"{one.tokens:,} + {_NEW}", number(one.pages), number(one.pages * one.page_bytes / (1 << 20)),
-                      *(number(1e3 * seconds) for seconds in (again, host, device)), f"{host / device:.2f}",
+                      *(number(1e3 * seconds) for seconds in (again, host, device)),
+                      ", ".join(number(1e3 * median(one.seconds[way])) for way in WAYS), f"{host / device:.2f}",
                       f"{host / again:.3f}"])
     return markdown(head, lines)
 
