@@ -27,7 +27,7 @@ from distkv.engine.turns import Talk
 from distkv.errors import ConfigError, DistKVError, GroupError, ModelError, PromptError
 from distkv.torch_group import TorchGroup
 
-__all__ = ["Failed", "Verification"]
+__all__ = ["Failed", "Verification", "expected_of"]
 
 _SAME_SCHEDULE = (
     "         engine.batch_invariant is off, so bits depend on the schedule: each run is compared with itself, "
@@ -156,7 +156,7 @@ class Verification:
         expected: Mapping[str, Recorded]
         parts = {part: original for name, original in trial.known.items() for part in recording.parts(name)}
         if self._invariant:
-            expected = {part: _like(recording.requests[part], self._references[it]) for part, it in parts.items()}
+            expected = {part: expected_of(recording.requests[part], self._references[it]) for part, it in parts.items()}
         else:
             expected = gate.recompute(self._model, recording, list(parts), continued=True)
         return replace(compare(recording, expected, rank=self._ranks.rank), requests=len(trial.known))
@@ -259,7 +259,7 @@ class Verification:
         return [json.loads(data) for data in group.exchange(json.dumps(mine).encode(), purpose=purpose)]
 
 
-def _like(part: RecordedRequest, whole: RecordedRequest) -> Recomputed:
+def expected_of(part: RecordedRequest, whole: RecordedRequest) -> Recomputed:
     """What a request, or a part of one that was suspended, has to have in common with the uncached run of it."""
     assert whole.kv is not None
     first = part.prompt_tokens - 1
