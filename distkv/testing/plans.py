@@ -64,7 +64,8 @@ def draw_configs(rng: random.Random, asynchronous: bool, agreement: How | None,
                         queue_slots=rng.choice([1, 2, 4, 8]), heartbeat=rng.choice([1, 4, 64]),
                         agreement=agreement or drawn, check_every=rng.choice([1, 4, 16]), asynchronous=asynchronous)
     equal = cache.agreement == "lockstep"
-    base, ranks = rng.randint(*((7, 12) if tier else (8, 32))), rng.choice([1, 2, 2, 3, 3, 4]) if tier else rng.randint(1, 8)
+    base = rng.randint(*((7, 12) if tier else (8, 32)))
+    ranks = rng.choice([1, 2, 2, 3, 3, 4]) if tier else rng.randint(1, 8)
     pools = pools or [base + (0 if equal else rng.randint(0, 3 if tier else 6)) for _ in range(ranks)]
     scratch = [0 if equal else rng.randint(0, 1) for _ in pools]
     hosts = draw_hosts(rng, len(pools)) if tier else [HostConfig()] * len(pools)

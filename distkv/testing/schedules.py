@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from distkv.errors import GroupError, PeerFailed, PeerFault
 from distkv.keys import Fingerprint
@@ -32,6 +33,7 @@ class Schedule(Work):
     """
 
     has_tier = False
+    wait_to_grow = False
     p_abort = 0.15
     trouble = 1.0
     """How likely losses and resets are, in proportion."""
@@ -53,6 +55,8 @@ class Schedule(Work):
         self.version = 0
         self.over = False
         self._reset_work()
+        self.refused: list[list[str]] = [[] for _ in self.ranks]
+        """By rank: what was refused."""
         self.contents = self.make_contents()
         self.group = self.make_group()
 
@@ -87,7 +91,7 @@ class Schedule(Work):
         faulty = [r for r in faulty if "match" not in group.caches[r]._books.__dict__]
         for rank in self.ranks:
             group.heal(rank)
-        if rng.random() < 0.4:
+        if rng.random() < 0.25:
             group.check()
         outcomes = self.between_and_end(quiet)
         if faulty and self.lockstep:
@@ -153,12 +157,12 @@ class Schedule(Work):
     def between_and_end(self, quiet: bool) -> Outcomes:
         """Calls that all ranks make in one order, some of which reach some ranks before the end of the step."""
         rng = self.rng
-        if not quiet and rng.random() < 0.03 * self.trouble:  # a reset or bump in flight comes at the same moment on all ranks
+        if not quiet and rng.random() < 0.03 * self.trouble:  # at the same moment on all ranks
             self.reset_in_flight()
         if not quiet and rng.random() < 0.1:
-            self.grow()
+            self.grow(wait=self.wait_to_grow)
         calls = [self.abort_call()] if self.known_ids() and rng.random() < self.p_abort and not quiet else []
-        calls += self.work_calls()
+        calls += self.more_calls(quiet) + self.work_calls()
         rng.shuffle(calls)
         before = self.splits(len(calls))
         if self.lockstep and before[0]:
@@ -176,6 +180,10 @@ class Schedule(Work):
             for call in calls[before[rank] :]:
                 call(rank)
         return outcomes
+
+    def more_calls(self, quiet: bool) -> list[Callable[[int], None]]:
+        """Other calls that may reach a rank before or after the end of the step."""
+        return []
 
     def reset_in_flight(self) -> None:
         version = self.new_version() if self.rng.random() < 0.5 else None
@@ -206,9 +214,10 @@ class Schedule(Work):
                 if not isinstance(outcome, PeerFailed) or outcome.failed_rank != faulty[0]:
                     raise Disagreement(f"ranks {faulty} failed, but a rank saw {outcome!r}")
             return
-        for outcome in outcomes:
+        for refused, outcome in zip(self.refused, outcomes, strict=True):
             if not isinstance(outcome, StepResult):
                 raise outcome
+            refused += [str(r.error) for r in outcome.refused]
             assert isinstance(first, StepResult)
             if self.decided(outcome) != self.decided(first):
                 raise Disagreement(f"{first} on rank 0, {outcome} elsewhere")
@@ -223,7 +232,7 @@ class Schedule(Work):
         return (result.step, alive(tuple(s.id for s in result.ready)), alive(tuple(s.id for s in result.loading)),
                 alive(tuple(s.id for s in result.grown)), result.to_preempt,
                 [w for w in result.waiting if w.request_id not in self.ended],
-                [(r.request_id, str(r.error)) for r in result.refused], result.leftover, result.collective)
+                result.leftover, result.collective)
 
     def count(self, result: StepResult) -> None:
         self.counts["admitted"] += len(result.ready)
@@ -267,9 +276,10 @@ class Schedule(Work):
 
     def drain(self) -> None:
         """Nothing more comes in: everything runs to its end, and nothing is left."""
-        for _ in range(400):
+        for n in range(400):
             if not self.known_ids():
                 break
+            self.draining(n)
             self.step(requests=0, quiet=True)
             self.retire(self.ranks, self.step_number)
         else:
@@ -277,7 +287,12 @@ class Schedule(Work):
         self.retire(self.ranks, self.step_number)
         self.nothing_left()
 
+    def draining(self, n: int) -> None:
+        """The ``n``-th step of the end begins."""
+
     def nothing_left(self) -> None:
+        if any(refused != self.refused[0] for refused in self.refused):
+            raise Disagreement(f"ranks refused different requests: {self.refused}")
         for cache in self.group.caches:
             cache.check()
             stats = cache.stats()

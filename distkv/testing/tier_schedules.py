@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 
+from distkv.host.copies import Copy
 from distkv.keys import Fingerprint
 from distkv.request import StepResult
 from distkv.sequence import Sequence
@@ -13,6 +15,10 @@ from distkv.testing.copies import SimulatedCopies
 from distkv.testing.group import Disagreement, SimulatedGroup
 from distkv.testing.plans import Plan
 from distkv.testing.schedules import Schedule
+
+
+_PATIENCE = 40
+"""Steps in which all requests end that do not need the last page, whatever copies do."""
 
 
 class TierSchedule(Schedule):
@@ -28,6 +34,7 @@ class TierSchedule(Schedule):
         self.speeds = [rng.choice([(0, 0, 0, 1, 2), (0, 1, 2, 9)]) for _ in self.configs]
         """How many passes run at a time, on each rank."""
         self.loading: set[str] = set()
+        self.orphans: set[Copy] = set()
         self.past: list[list[int]] = []
         self.p_suspend = rng.choice([0.0, 0.03, 0.15])
         self.p_resume = rng.choice([0.2, 0.8])
@@ -49,6 +56,7 @@ class TierSchedule(Schedule):
     # ---- what copies and passes do meanwhile
 
     def perturb(self, quiet: bool) -> None:
+        self.asked = {name: len(pages) for name, pages in self.growing.items()}
         super().perturb(quiet)
         for rank in self.ranks:
             self.play(rank)
@@ -65,10 +73,13 @@ class TierSchedule(Schedule):
         engine.play()
         if self.slow_links and rng.random() < 0.1:  # as measured, loading is not worth its time, or is again
             engine.page_s = rng.choice([0.0, 1e6])
+            self.counts["slow links"] += engine.page_s > 0
             self.group.caches[rank].prefill_took(1, 1.0)
         tier = self.group.caches[rank]._books.tier
         assert tier is not None
-        self.counts["orphans"] += len(tier._orphans)
+        self.counts["orphans"] += len(tier._orphans - self.orphans)
+        self.orphans |= tier._orphans
+        self.counts["steps with kept pages"] += tier.pages.kept > 0
 
     # ---- calls
 
@@ -83,7 +94,17 @@ class TierSchedule(Schedule):
 
     def resumes(self, quiet: bool) -> tuple[str, ...]:
         p = 1.0 if quiet else self.p_resume
-        return tuple(i for i in self.group.caches[0].suspended if self.rng.random() < p)
+        names = tuple(i for i in self.group.caches[0].suspended if self.rng.random() < p)
+        self.counts["resumed"] += len(names)
+        return names
+
+    def more_calls(self, quiet: bool) -> list[Callable[[int], None]]:
+        suspended = list(self.group.caches[0].suspended)
+        if quiet or not suspended or self.rng.random() > 0.15:
+            return []
+        name, limit = self.rng.choice(suspended), self.rng.choice([None, 0, 3, 9])
+        self.counts["resumed in flight"] += 1
+        return [lambda rank: self.group.caches[rank].resume(name, output_limit=limit)]
 
     def was_reset(self, scope: str) -> None:
         for content in self.contents if scope != "device" else ():
@@ -113,20 +134,18 @@ class TierSchedule(Schedule):
             self.grow(wait=self.wait_to_grow)
         if rng.random() < 0.02 * self.trouble:
             self.reset()
-        suspended = list(self.group.caches[0].suspended)
-        if suspended and rng.random() < 0.1:
-            name, limit = rng.choice(suspended), rng.choice([None, 0, 3, 9])
-            self.group.each(lambda cache: cache.resume(name, output_limit=limit))
 
     def count(self, result: StepResult) -> None:
         super().count(result)
+        asked = self.asked
         for sequence in result.grown:
             pages = self.growing[sequence.id].pop(0)
+            asked[sequence.id] -= 1
             self.extra[sequence.id] = self.extra.get(sequence.id, 0) + pages * self.size
             self.counts["grown after waiting"] += 1
         fresh = [s.id for s in (*result.ready, *result.loading) if s.id not in self.loading]
         self.loading = {s.id for s in result.loading}
-        waits = [name for name, pages in self.growing.items() if pages and name not in self.ended]
+        waits = [name for name, left in asked.items() if left and name not in self.ended]
         if waits and fresh:
             raise Disagreement(f"{fresh} were admitted ahead of {waits}, which wait to grow: {result}")
         self.counts["read in"] += sum(1 for s in result.ready if s.record.host_tokens)
@@ -139,17 +158,18 @@ class TierSchedule(Schedule):
 
     # ---- the end
 
-    def drain(self) -> None:
-        for engine in self.engines:
-            if engine is not None:
-                engine.calm()
-        super().drain()
+    def draining(self, n: int) -> None:
+        if n == _PATIENCE:  # whoever waits for a page that a copy never gives back
+            for engine in self.engines:
+                if engine is not None:
+                    engine.calm()
 
     def nothing_left(self) -> None:
         for content, engine, cache in zip(self.contents, self.engines, self.group.caches, strict=True):
             content.run(content.launched_passes)
             if engine is not None:
                 cache.wait_for_copies(0)
+                engine.calm()
                 engine.finish_all()
                 self.counts += engine.counts
             cache._books.poll()
