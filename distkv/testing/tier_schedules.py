@@ -16,7 +16,6 @@ from distkv.testing.group import Disagreement, SimulatedGroup
 from distkv.testing.plans import Plan
 from distkv.testing.schedules import Schedule
 
-
 _PATIENCE = 40
 """Steps in which all requests end that do not need the last page, whatever copies do."""
 

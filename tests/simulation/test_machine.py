@@ -2,41 +2,75 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from distkv import CacheConfig, Config, Fingerprint, Message, PeerFailed, PoolConfig, PrefixCache, Request, StepResult
+from distkv import (
+    CacheConfig,
+    Config,
+    Fingerprint,
+    Message,
+    NoRoom,
+    PeerFailed,
+    PoolConfig,
+    PrefixCache,
+    Request,
+    StepResult,
+)
+from distkv.config import HostConfig
+from distkv.sequence import Sequence
+from distkv.testing.content import Content
+from distkv.testing.copies import SimulatedCopies
 from distkv.testing.group import SimulatedGroup
 
 PROMPTS = st.sampled_from([(1,), (1, 2, 3, 4, 5), (1, 2, 3, 4, 6), (1, 2, 3, 4, 5, 6, 7), (7,) * 9, (8,) * 9, (9,) * 5])
+NUMBERS = st.integers(1, 12)
 
 
 class GroupMachine(RuleBasedStateMachine):
     """Calls reach all ranks in one order; ``late`` ranks get those made in a step only after its end."""
 
     @initialize(pools=st.lists(st.integers(4, 12), min_size=1, max_size=4), slots=st.integers(1, 3),
-                index_on=st.sampled_from(["finish", "fill"]))
-    def start(self, pools: list[int], slots: int, index_on: str) -> None:
-        cache = CacheConfig(page_size=2, queue_slots=slots, index_on=index_on, heartbeat=3)
-        self.group = SimulatedGroup(
-            [Config(cache=cache, pool=PoolConfig(pages=pages)) for pages in pools], Fingerprint(model="m")
-        )
+                hosts=st.lists(st.sampled_from([0, 1, 3, 8, 20]), min_size=4, max_size=4), kept=st.integers(0, 4),
+                index_on=st.sampled_from(["finish", "fill"]), write_policy=st.sampled_from(["evict", "finish"]),
+                prefetch=st.booleans(), loading_slots=st.integers(1, 3))
+    def start(self, pools: list[int], slots: int, hosts: list[int], kept: int, index_on: str, write_policy: str,
+              prefetch: bool, loading_slots: int) -> None:
+        cache = CacheConfig(page_size=2, queue_slots=slots, index_on=index_on, heartbeat=3)  # type: ignore[arg-type]
+        configs = [Config(cache=cache, pool=PoolConfig(pages=pages), host=HostConfig(
+            pages=host or None, preemption_pages=max(0, min(kept, host - 1)), write_policy=write_policy,  # type: ignore[arg-type]
+            prefetch=prefetch, loading_slots=loading_slots)) for pages, host in zip(pools, hosts, strict=False)]
+        self.contents = [Content(2, pool, host) for pool, host in zip(pools, hosts, strict=False)]
+        self.engines = [SimulatedCopies(content, random.Random(0)) if host else None
+                        for content, host in zip(self.contents, hosts, strict=False)]
+        self.group = SimulatedGroup(configs, Fingerprint(model="m"), copies=self.engines)
+        for rank_cache, engine in zip(self.group.caches, self.engines, strict=True):
+            if engine is not None:
+                engine.p_stall, engine.epoch = 0.0, partial(getattr, rank_cache._books, "epoch")
         self.requests: list[tuple[str, tuple[int, ...], int]] = []
-        self.delayed: list[list[Callable[[PrefixCache], None]]] = [[] for _ in pools]
+        self.delayed: list[list[Callable[[int], None]]] = [[] for _ in pools]
         self.late: set[int] = set()
+        self.frozen: set[str] = set()
         self.faulty: int | None = None
         self.in_flight = False
         self.next_id = 0
 
-    def call(self, function: Callable[[PrefixCache], None]) -> None:
-        for rank, cache in enumerate(self.group.caches):
+    def call(self, function: Callable[[int], None]) -> None:
+        for rank in range(self.group.size):
             if self.in_flight and rank in self.late:
                 self.delayed[rank].append(function)
             else:
-                function(cache)
+                function(rank)
+
+    def sequence(self, rank: int, number: int, frozen: set[str]) -> Sequence | None:
+        """The sequence, if it can run, and could when the step began: its state does not depend on the end of it."""
+        sequence = self.group.caches[rank].running.get(str(number))
+        return None if sequence is None or sequence.read_in_progress or sequence.id in frozen else sequence
 
     @rule(prompt=PROMPTS, limit=st.sampled_from([0, 1, 2, 6, 20]))
     def arrive(self, prompt: tuple[int, ...], limit: int) -> None:
@@ -50,6 +84,8 @@ class GroupMachine(RuleBasedStateMachine):
         requests, self.requests, self.late = self.requests, [], late
         if faulty is not None and faulty < self.group.size:
             self.group.fail_next_begin(faulty)
+        if reset:
+            self.was_reset("all")
         self.group.begin(lambda cache: Message(reset=reset, requests=tuple(
             Request(id=i, chain=cache.chain(list(prompt)), output_limit=limit) for i, prompt, limit in requests)))
         planted = faulty is not None and faulty < self.group.size
@@ -57,15 +93,20 @@ class GroupMachine(RuleBasedStateMachine):
         for rank in range(self.group.size):
             self.group.heal(rank)
         self.in_flight = True
+        cache = self.group.caches[0]
+        self.frozen = {*cache.waiting_ids, *(i for i, s in cache.running.items() if s.read_in_progress)}
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def end(self) -> None:
         outcomes = self.group.end()
-        self.in_flight = False
-        for cache, calls in zip(self.group.caches, self.delayed, strict=True):
+        for content, outcome in zip(self.contents, outcomes, strict=True):
+            for sequence in outcome.ready if isinstance(outcome, StepResult) else ():
+                content.expect(sequence, outcome.step)
+        self.in_flight, self.frozen = False, set()
+        for rank, calls in enumerate(self.delayed):
             for function in calls:
-                function(cache)
+                function(rank)
             calls.clear()
         for outcome in outcomes:
             if self.faulty is not None:
@@ -75,15 +116,17 @@ class GroupMachine(RuleBasedStateMachine):
                 assert isinstance(outcome, StepResult), outcome
         self.group.check_agreed()
 
-    @rule(number=st.integers(1, 12))
+    @rule(number=NUMBERS)
     def abort(self, number: int) -> None:
-        self.call(lambda cache: cache.abort(str(number)))
+        self.call(lambda rank: self.group.caches[rank].abort(str(number)))
 
-    @rule(number=st.integers(1, 12), tokens=st.sampled_from([1, 3, 9]), finish=st.booleans())
+    @rule(number=NUMBERS, tokens=st.sampled_from([1, 3, 9]), finish=st.booleans())
     def run(self, number: int, tokens: int, finish: bool) -> None:
-        def work(cache: PrefixCache) -> None:
-            sequence = cache.running.get(str(number))
-            if sequence is None or str(number) in started:
+        frozen = set(self.frozen)
+
+        def work(rank: int) -> None:
+            sequence = self.sequence(rank, number, frozen)
+            if sequence is None:
                 return
             room = sequence.prompt_tokens + sequence.request.output_limit - sequence.committed
             if finish or not room:
@@ -92,16 +135,64 @@ class GroupMachine(RuleBasedStateMachine):
             n = min(tokens, room)
             sequence.append([3] * max(0, sequence.committed + n - sequence.named))
             sequence.open(n)
+            self.group.caches[rank].fence()
+            self.contents[rank].launched(sequence, n, 0)
             sequence.commit(n)
 
-        # A sequence that some ranks admit at the end of this step cannot be asked to run before it.
-        started = set() if not self.in_flight else {i for c in self.group.caches for i in c.waiting_ids}
         self.call(work)
 
+    @rule(number=NUMBERS)
+    def suspend(self, number: int) -> None:
+        frozen = set(self.frozen)
+
+        def work(rank: int) -> None:
+            sequence = self.sequence(rank, number, frozen)
+            if sequence is not None:
+                sequence.suspend()
+
+        self.call(work)
+
+    @rule(number=NUMBERS, limit=st.none() | st.integers(0, 4))
+    def resume(self, number: int, limit: int | None) -> None:
+        self.call(lambda rank: self.group.caches[rank].resume(str(number), output_limit=limit))
+
+    @precondition(lambda self: not self.in_flight)
+    @rule(number=NUMBERS, pages=st.integers(1, 6))
+    def grow(self, number: int, pages: int) -> None:
+        def grown(cache: PrefixCache) -> bool | None:
+            sequence = cache.running.get(str(number))
+            if sequence is None or sequence.read_in_progress:
+                return None
+            try:
+                return cache.grow(sequence, pages, wait=True)
+            except NoRoom:
+                return None
+
+        assert len(set(self.group.each(grown))) == 1
+
+    @precondition(lambda self: not self.in_flight)
+    @rule(scope=st.sampled_from(["all", "device", "host"]), running=st.sampled_from(["finish", "abort"]))
+    def reset(self, scope: str, running: str) -> None:
+        self.was_reset(scope)
+        self.group.each(lambda cache: cache.reset(scope, running))  # type: ignore[arg-type]
+
+    def was_reset(self, scope: str) -> None:
+        for content in self.contents if scope != "device" else ():
+            content.host_resets += 1
+
+    @rule(rank=st.integers(0, 3), p_end=st.sampled_from([0.4, 1.0]), p_fail=st.sampled_from([0.0, 0.0, 0.5]),
+          overdue=st.booleans(), randoms=st.randoms(use_true_random=False))
+    def copy(self, rank: int, p_end: float, p_fail: float, overdue: bool, randoms: random.Random) -> None:
+        engine = self.engines[rank] if rank < self.group.size else None
+        if engine is not None:
+            engine.tick(randoms, p_end, p_fail)
+            if overdue and engine.running:
+                engine.expire(engine.running[0])
+
     @rule(rank=st.integers(0, 3), randoms=st.randoms(use_true_random=False))
-    def lose(self, rank: int, randoms: object) -> None:
+    def lose(self, rank: int, randoms: random.Random) -> None:
         if rank < self.group.size:
-            self.group.lose_indexed_page(rank, randoms)  # type: ignore[arg-type]
+            self.group.lose_indexed_page(rank, randoms)
 
     @invariant()
     def books_are_right(self) -> None:
@@ -113,18 +204,30 @@ class GroupMachine(RuleBasedStateMachine):
             return
         if self.in_flight:
             self.end()
+        caches = self.group.caches
         for _ in range(200):
-            if not self.group.caches[0].waiting_ids and not self.group.caches[0].running:
+            if not caches[0].waiting_ids and not caches[0].running and not caches[0].suspended:
                 break
-            for request_id in list(self.group.caches[0].running):
-                self.call(lambda cache, i=request_id: cache.running[i].finish())  # type: ignore[misc]
+            for number in list(caches[0].suspended):
+                self.resume(int(number), None)
+            for number in list(caches[0].running):
+                self.run(int(number), 1, True)
+            for cache, engine in zip(caches, self.engines, strict=True):
+                cache.wait_for_copies(0)
+                if engine is not None:
+                    engine.finish_all()
             self.faulty = None
             self.group.begin(lambda cache: Message())
             self.end()
-        for cache in self.group.caches:
+        for cache, engine in zip(caches, self.engines, strict=True):
+            cache.wait_for_copies(0)
+            if engine is not None:
+                engine.finish_all()
+            cache._books.poll()
             stats = cache.stats()
             assert not cache.waiting_ids
-            assert stats.pages_live == stats.pages_reserved == 0
+            assert stats.pages_live == stats.pages_reserved == stats.copies_in_flight == stats.host_kept == 0
+            assert stats.host_free + stats.host_ready == stats.host_pages
 
 
 GroupMachine.TestCase.settings = settings(
