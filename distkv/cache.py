@@ -31,7 +31,7 @@ from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
 from distkv.host.copies import Copy, CopyEngine
 from distkv.host.kv import PagedKV
-from distkv.host.opening import ask_of, check_memory, open_tier
+from distkv.host.opening import ask_of, check_memory, open_on_all, open_tier
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.lockstep import Lockstep
 from distkv.pages import PagePool
@@ -63,7 +63,7 @@ class PrefixCache:
         which a host tier copies from and to; without a host tier it may be None. ``copies`` replaces the copy engine
         that belongs to it, ``hash64`` the configured key function, both for tests. Raises MessageError for a wrong
         argument, and for a group that another cache has; ConfigError on every rank, with nothing taken, for a host
-        tier that the memory of a node cannot hold; HostMemoryError if it cannot be had after all.
+        tier that the memory of a node cannot hold; HostMemoryError, on every rank, if one cannot have it after all.
         """
         check_arguments(config, fingerprint, group)
         check_memory(config, kv, copies)
@@ -73,7 +73,8 @@ class PrefixCache:
         cache, pool = config.cache, PagePool(config.pool.pages, config.pool.scratch_pages)
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
         start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv))
-        self._books = Books(pool, namer, tier=open_tier(config, start, pool, kv, copies),
+        tier = open_on_all(self._group, start, lambda: open_tier(config, start, pool, kv, copies))
+        self._books = Books(pool, namer, tier=tier,
                             store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
                             lockstep=cache.agreement == "lockstep")
         slots = Slots(cache.queue_slots, config.host.loading_slots)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distkv.config import Config
-from distkv.errors import ConfigError, MessageError
+from distkv.errors import ConfigError, DistKVError, HostMemoryError, MessageError
+from distkv.group import Group
 from distkv.host.budget import HostAsk
 from distkv.host.copies import CopyEngine
 from distkv.host.kv import PagedKV
@@ -18,7 +20,7 @@ from distkv.pages import PagePool
 if TYPE_CHECKING:
     from distkv.start import Start
 
-__all__ = ["ask_of", "check_memory", "open_tier"]
+__all__ = ["ask_of", "check_memory", "open_on_all", "open_tier"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,28 @@ def ask_of(config: Config, kv: PagedKV | None) -> HostAsk | None:
     if kv is None:
         return None
     return HostAsk.here(host_memory(), bytes_per_page=kv.bytes_per_page, layout=kv.layout.text)
+
+
+def open_on_all(group: Group, start: Start, open_here: Callable[[], HostTier | None]) -> HostTier | None:
+    """``open_here()`` on every rank. If it fails on one, all give back what they took and raise: this one what was
+    raised, the others HostMemoryError."""
+    if not start.plan:  # nobody has one
+        return None
+    tier: HostTier | None = None
+    error: Exception | None = None
+    try:
+        tier = open_here()
+    except (DistKVError, RuntimeError, OSError) as failed:
+        error = failed
+    told = group.exchange(str(error or "").encode())
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text:
+            if tier is not None:
+                tier.close()
+            raise HostMemoryError(f"rank {rank} has no host tier, so no rank starts: {text.decode()}", asked=0, got=0)
+    return tier
 
 
 def open_tier(config: Config, start: Start, pool: PagePool, kv: PagedKV | None,

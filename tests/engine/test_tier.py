@@ -3,6 +3,7 @@ copy fails or a tier differs on one rank. One start of ranks for all of it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,10 @@ from distkv.engine.page_check import check_cache
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
 from distkv.engine.verification import expected_of
+from distkv.errors import HostMemoryError
 from distkv.host import open as opening
 from distkv.host.copies import Copy, Kind
+from distkv.host.memory import Pageable
 from distkv.host.threads import ThreadedCopies
 from distkv.testing.processes import run_ranks
 from distkv.torch_group import TorchGroup
@@ -140,9 +143,23 @@ def serve(
     return run, recording
 
 
+def no_memory_on_one_rank(rank: int, settings: ServeConfig) -> None:
+    """All are told, and none waits for it in the self-test that comes next."""
+    model, ballots = load_model(settings.model, dist.group.WORLD), TorchGroup(dist.new_group())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Pageable, "allocate", lambda *_: torch.empty(-1))
+        with pytest.raises(HostMemoryError, match="asked for" if rank == 1 else "rank 1 has no host tier.*asked for"):
+            Engine(settings, model, cache_group=ballots)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("distkv-copy")]
+    ballots.exchange(b"")
+    ballots.close()
+
+
 def ranks_case(rank: int, world_size: int, folder: Path) -> dict[str, Run]:
     torch.set_num_threads(1)
     runs: dict[str, Run] = {}
+    no_memory_on_one_rank(rank, settings_of(folder, "float32", host=host()))
     for dtype in ("float32", "bfloat16"):
         model = load_model(settings_of(folder, dtype).model, dist.group.WORLD)
 
