@@ -33,14 +33,14 @@ from distkv.torch_group import TorchGroup
 from tests.engine import tiny
 
 RANKS = 3
-POOL = 10
-"""Pages: the longest request has 8, and all together have more than twice as many."""
+POOL = 8
+"""Pages: the longest request has 7, and the two stems and what follows them have more than twice as many."""
 
 STEMS = [tiny.tokens(3 * tiny.PAGE + 5, seed) for seed in (1, 2)]
 PROMPTS = [
-    Prompt(tokens=np.concatenate([STEMS[i % 2], tiny.tokens(20 + 11 * i, 10 + i)]), id=f"{i}", output_limit=5 + i,
+    Prompt(tokens=np.concatenate([STEMS[i % 2], tiny.tokens(20 + 11 * i, 10 + i)]), id=f"{i}", output_limit=4 + i,
            temperature=0.7 * (i % 2), seed=i)
-    for i in range(4)
+    for i in range(3)
 ]  # fmt: skip
 AGAIN = [replace(prompt, id=f"{prompt.id} again") for prompt in PROMPTS]
 
@@ -180,7 +180,7 @@ def ranks_case(rank: int, world_size: int, folder: Path) -> dict[str, Run]:
             if rank == 1:
                 patch.setattr(opening, "ThreadedCopies", FailsOnce)
             case("failing", settings_of(folder, dtype, host=host()), both, cold)
-        case("smaller", settings_of(folder, dtype, host=host(7 if rank == 2 else 40)), both, cold)
+        case("smaller", settings_of(folder, dtype, host=host(4 if rank == 2 else 40)), both, cold)
         case("without", settings_of(folder, dtype, host=host(None if rank == 2 else 40)), both, cold)
     return runs
 
@@ -201,7 +201,7 @@ def test_every_way_gives_the_bits_of_the_cold_run(runs: list[dict[str, Run]], na
     for rank, of_rank in enumerate(runs):
         run = of_rank[name]
         assert run.differences == (), rank
-        assert run.compared > 100
+        assert run.compared > 50
         assert run.left == 0
         assert run.cached == runs[0][name].cached, "admission is the same on all ranks"
     assert {key[0] for key in runs[0][name].tokens} == set(cold.tokens)
@@ -213,7 +213,7 @@ def test_pages_were_really_reloaded_and_requests_resumed(runs: list[dict[str, Ru
     for of_rank in runs:
         assert of_rank[f"warm, {dtype}"].host_tokens == of_rank[f"warm, {dtype}"].suspended == 0
         reloaded, resumed = of_rank[f"reloaded, {dtype}"], of_rank[f"resumed, {dtype}"]
-        assert reloaded.host_tokens >= 8 * tiny.PAGE
+        assert reloaded.host_tokens >= 5 * tiny.PAGE
         assert reloaded.cached == of_rank[f"warm, {dtype}"].cached, "what went to the host is all still there"
         assert resumed.host_tokens > 0
         assert resumed.suspended >= 4
@@ -236,4 +236,4 @@ def test_tiers_of_other_sizes(runs: list[dict[str, Run]]) -> None:
         reloaded = of_rank["reloaded, float32"].host_tokens
         assert 0 < of_rank["smaller, float32"].host_tokens < reloaded
         assert of_rank["without, float32"].host_tokens == 0
-        assert of_rank["written ahead, float32"].host_tokens >= 8 * tiny.PAGE
+        assert of_rank["written ahead, float32"].host_tokens >= 5 * tiny.PAGE
