@@ -57,7 +57,9 @@ class KVPool:
         if room is not None and size > room:
             raise _too_large(pages, page_size, size, f"{room / _GIB:.2f} GiB are available")
         try:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            # Not zeros(): the kernel gives that memory when it is first touched, and until then it counts as free, for
+            # the budget of the host tier and for other ranks.
+            self.data = torch.empty(shape, dtype=dtype, device=device).zero_()
         except RuntimeError as error:  # what the allocators of CPU and GPU raise
             raise _too_large(pages, page_size, size, str(error).splitlines()[0]) from error
         self.layers, self.pages, self.page_size = layers, pages, page_size
