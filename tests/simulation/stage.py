@@ -10,6 +10,7 @@ from functools import partial
 
 from distkv import CacheConfig, Config, Fingerprint, Message, PoolConfig, Request, StepResult
 from distkv.config import HostConfig
+from distkv.host.copies import Kind
 from distkv.testing.content import Content
 from distkv.testing.copies import SimulatedCopies
 from distkv.testing.group import SimulatedGroup
@@ -21,10 +22,12 @@ B = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32]
 class Stage:
     """Ranks with ``pools`` device and ``hosts`` host pages of 2 tokens. Copies end when :meth:`copied` says so."""
 
-    def __init__(self, pools: list[int], hosts: list[int], *, index_on: str = "finish") -> None:
+    def __init__(self, pools: list[int], hosts: list[int], *, index_on: str = "finish",
+                 prefetch: bool = False) -> None:
         cache = CacheConfig(page_size=2, queue_slots=4, index_on=index_on)  # type: ignore[arg-type]
-        configs = [Config(cache=cache, pool=PoolConfig(pages=pool), host=HostConfig(pages=host or None, prefetch=False))
-                   for pool, host in zip(pools, hosts, strict=True)]
+        tiers = [HostConfig(pages=host or None, prefetch=prefetch) for host in hosts]
+        configs = [Config(cache=cache, pool=PoolConfig(pages=pool), host=tier)
+                   for pool, tier in zip(pools, tiers, strict=True)]
         self.contents = [Content(2, pool, host) for pool, host in zip(pools, hosts, strict=True)]
         self.engines = [SimulatedCopies(content, random.Random(0)) if host else None
                         for content, host in zip(self.contents, hosts, strict=True)]
@@ -56,9 +59,10 @@ class Stage:
         self.begin(*requests)
         return self.end()
 
-    def computes(self, name: str, tokens: int) -> None:
-        """The sequence of this name computes its next tokens, which are its prompt's, on every rank."""
-        for cache, content in zip(self.group.caches, self.contents, strict=True):
+    def computes(self, name: str, tokens: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        """The sequence of this name computes its next tokens, on every rank or on these."""
+        for rank in ranks:
+            cache, content = self.group.caches[rank], self.contents[rank]
             sequence = cache.running[name]
             sequence.append([3] * max(0, sequence.committed + tokens - sequence.named))
             sequence.open(tokens)
@@ -80,9 +84,9 @@ class Stage:
                 engine.finish_all()
 
 
-def tail_on_host(pool: int, host: int, more: list[int]) -> Stage:
-    """Of A's first 3 pages the last two are on the host; the others of the pool but one have the prefix ``more``."""
-    stage = Stage([pool] * 2, [host] * 2)
+def tail_on_host(pool: int, host: int, more: list[int], *, prefetch: bool = False) -> Stage:
+    """Of A's first 3 pages those are on the host, from the last one up, that ``more`` and its last token displace."""
+    stage = Stage([pool] * 2, [host] * 2, prefetch=prefetch)
     stage.answers("x", A[:7])
     stage.answers("y", more)
     stage.copied()
@@ -110,6 +114,27 @@ def given_up_in_flight() -> None:
     assert [s.cached_tokens for s in stage.step().ready] == [6]
 
 
+def read_twice() -> None:
+    """Two requests read the only host pages; the loads of one have ended when a running sequence would have them."""
+    stage = tail_on_host(12, 2, list(range(40, 61)))
+    stage.step(("z", [9], 5))
+    assert len(stage.step(("a", A[:7], 1), ("b", A[:7], 1)).loading) == 2
+    for engine in stage.engines:
+        assert engine is not None
+        for copy in engine.running[:2]:
+            engine.finish(copy)
+    stage.begin()
+    stage.computes("z", 6)
+    for cache, engine in zip(stage.group.caches, stage.engines, strict=True):
+        assert engine is not None
+        cache.wait_for_copies(0)
+        for copy in engine.running:
+            if copy.kind is Kind.STORE:
+                engine.finish(copy)
+    stage.copied()
+    assert [s.cached_tokens for s in (*stage.end().ready, *stage.step().ready)] == [6, 6]
+
+
 def reset_in_flight() -> None:
     """A reset of the host tier comes while a ballot counts on host pages."""
     stage = tail_on_host(8, 4, B)
@@ -120,6 +145,20 @@ def reset_in_flight() -> None:
     result = stage.end()
     stage.copied()
     assert [s.cached_tokens for s in (*result.ready, *stage.step().ready)] == [0]
+
+
+def device_reset_behind_loads() -> None:
+    """The pool's pages are forgotten when loads have ended and the ranks have not agreed on that yet."""
+    stage = tail_on_host(8, 4, list(range(20, 35)))  # which leaves nothing of A on the device
+    assert stage.step(("a", A[:7], 1)).loading
+    stage.copied()
+    stage.begin()
+    stage.group.each(lambda cache: cache.reset("device"))
+    stage.end()
+    for _ in range(3):
+        stage.step()
+        stage.copied()
+    assert stage.group.caches[0].running["a"].cached_tokens == 6
 
 
 def retaken_before_commit() -> None:

@@ -17,22 +17,23 @@ Rule = Callable[[], Any]
 
 # A rule, what is seen without it, and the seed of a schedule that shows it: the search begins there.
 SCHEDULES: list[tuple[Rule, str, int]] = [
-    (off.fence, WRONG_BYTES, 1),
+    (off.fence, WRONG_BYTES, 2),
     (off.spill_event, WRONG_BYTES, 11),
-    (off.load_after_spill, WRONG_BYTES, 26),
-    (off.load_after_store, WRONG_BYTES, 1),
-    (off.reader_count, WRONG_BYTES, 5),
+    (off.load_after_spill, WRONG_BYTES, 52),
+    (off.load_after_store, WRONG_BYTES, 4),
     (off.preemption_split, "are kept, of a share of", 1),
-    (off.not_indexed_while_loading, WRONG_BYTES, 10),
+    (off.not_indexed_while_loading, WRONG_BYTES, 1),
     (off.orphans_live, WRONG_BYTES, 1),
-    (off.agreed_wait_for_loads, "on rank 0", 13),
-    (off.growth_first, "which wait to grow", 22),
+    (off.agreed_wait_for_loads, "on rank 0", 7),
+    (off.growth_first, "which wait to grow", 3),
     (off.committed_only, WRONG_BYTES, 2),
 ]
 CASES: list[tuple[Callable[[], None], Rule, str]] = [
     (stage.opened_behind_holds, off.drop_before_open, "opening pages inside a reservation"),
     (stage.given_up_in_flight, off.readers_at_begin, WRONG_BYTES),
+    (stage.read_twice, off.reader_count, WRONG_BYTES),
     (stage.reset_in_flight, off.generation_rule, WRONG_BYTES),
+    (stage.device_reset_behind_loads, off.nothing_from_before_a_reset, WRONG_BYTES),
     (stage.retaken_before_commit, off.same_use, WRONG_BYTES),
     (stage.short_with_shared_pages, off.readmission, "more pages are promised than there are"),
 ]

@@ -170,6 +170,18 @@ def generation_rule() -> Iterator[None]:
 
 
 @contextmanager
+def nothing_from_before_a_reset() -> Iterator[None]:
+    """What loads brought enters the index although the device was reset since."""
+    honest = ReadIn.give_back
+
+    def give_back(self: ReadIn, books: Books, pages: Ids, *, current: bool) -> Ids:
+        return honest(self, books, pages, current=True)
+
+    with _patched(ReadIn, "give_back", give_back):
+        yield
+
+
+@contextmanager
 def orphans_live() -> Iterator[None]:
     """Pages of an aborted read-in are free at once, although copies still write them."""
 
