@@ -284,5 +284,5 @@ class Sequence:
             raise SequenceError(f"{call} takes a whole number, not {count!r}")
         if self.ended:
             raise SequenceError(f"{call} on sequence {self.id!r}, which was {self.ended}")
-        if self.read_in_progress and not reading:
+        if self.read_in is not None and not reading:
             raise SequenceError(f"{call} on sequence {self.id!r}, whose pages are still being read in")
