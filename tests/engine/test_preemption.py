@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distkv.config import HostConfig
@@ -15,12 +17,16 @@ from distkv.engine.compare import compare
 from distkv.engine.config import ServeConfig
 from distkv.engine.engine import Engine
 from distkv.engine.model import Model, load_model
+from distkv.engine.page_check import check_cache
 from distkv.engine.record import Recording
 from distkv.engine.requests import Completion, Prompt
 from distkv.engine.reserve import Reserve
 from distkv.engine.state import Running
 from distkv.engine.verification import expected_of
 from distkv.errors import RequestTooLarge
+from distkv.host import open as opening
+from distkv.host.copies import Copy
+from distkv.host.threads import ThreadedCopies
 from tests.engine import tiny
 
 Folders = Callable[[str, int], Path]
@@ -214,4 +220,52 @@ def test_only_prompts_tell_what_computing_a_token_takes(model: Model, folders: F
     assert told == []
     engine.generate([Prompt(tokens=tiny.tokens(40, 2), output_limit=20)])
     assert sum(told) == 32, "two pieces of a page, and not the last one"
+    engine.close()
+
+
+class Unreliable(ThreadedCopies):
+    """Some copies fail."""
+
+    random = random.Random(0)
+
+    def _move(self, copy: Copy) -> None:
+        if self.random.random() < 0.2:
+            raise OSError("planted")
+        super()._move(copy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_end_under_any_pressure(
+    model: Model, folders: Folders, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Random requests, in a pool that has place for the largest, with a tier of any size whose copies fail now and
+    then, and suspended at random as well."""
+    monkeypatch.setattr(opening, "ThreadedCopies", Unreliable)
+    rng, mode = random.Random(seed), MODES[seed % 3]
+    stem = tiny.tokens(rng.randint(20, 60), seed)
+    prompts = [
+        Prompt(tokens=np.concatenate([stem, tiny.tokens(rng.randint(1, 60), 100 * seed + i)]), id=str(i), seed=i,
+               output_limit=rng.randint(0, 40), temperature=rng.choice([0, 0.8]), write=rng.random() < 0.9)
+        for i in range(5)
+    ]  # fmt: skip
+    largest = max(-(-(len(prompt.tokens) + (prompt.output_limit or 0)) // tiny.PAGE) for prompt in prompts)
+    uncached = engine_of(model, folders("llama", 4), pages=100, cache="off")
+    wanted = {c.id: c.token_ids for c in uncached.generate(prompts)}
+    tier = HostConfig(pages=rng.randint(4, 30), preemption_pages=rng.randint(0, 3), prefetch=rng.random() < 0.5)
+    engine = engine_of(model, folders("llama", 4), mode, host=tier, pages=largest + rng.randint(0, 2),
+                       reserve_tokens=rng.choice([1, 3, 8]))  # fmt: skip
+    for prompt in prompts:
+        engine.submit(prompt)
+    done = {}
+    for _ in range(3000):
+        running = list(engine.cache.running)
+        if running and rng.random() < 0.03:
+            engine.suspend(rng.choice(running))
+        done |= {c.id: c for c in engine.step()}
+        if not engine.busy:
+            break
+    assert {name: c.token_ids for name, c in done.items()} == wanted
+    ended_well(engine)
+    assert check_cache(engine.model, engine.cache, engine.pool).differences == ()
+    assert engine.cache.stats().suspended
     engine.close()
