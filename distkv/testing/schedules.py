@@ -78,6 +78,7 @@ class Schedule(Work):
         plans = [self.plan() for _ in range(requests)]
         known = self.known_ids()
         aborts = (rng.choice(known),) if known and rng.random() < self.p_abort / 3 and not quiet else ()
+        self.ended.update(aborts)
         version = self.new_version() if rng.random() < 0.01 * self.trouble and not quiet else None
         reset = rng.random() < 0.01 * self.trouble and not quiet
         resumes = self.resumes(quiet)
