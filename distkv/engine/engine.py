@@ -76,7 +76,7 @@ class Engine:
                              "false; load it again")  # fmt: skip
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
-        launcher = Launcher(model, self.pool, self._fence, asynchronous=config.cache.asynchronous)
+        launcher = Launcher(model, self.pool, lambda: self.cache.fence(), asynchronous=config.cache.asynchronous)
         # First of all that the ranks do together: what follows is to be the same on all, and here they compare it.
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group,
                                  kv=self.pool.paged(model.tp_rank, model.tp_size))
@@ -272,9 +272,6 @@ class Engine:
             work.land()
         else:
             work.wait_for_copies()
-
-    def _fence(self) -> None:
-        self.cache.fence()
 
     def close(self) -> None:
         """Gives the cache back. Groups and model stay with whoever made them."""

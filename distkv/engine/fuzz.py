@@ -50,8 +50,8 @@ class Fuzzed:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt that comes at a step. It is aborted before step ``aborted_at``, suspended before ``suspended_at``, if it
-    still runs then."""
+    """A prompt that comes at a step. It is aborted before step ``aborted_at`` if it still runs then, and suspended as
+    soon as it runs after ``suspended_at``."""
 
     step: int
     prompt: Prompt

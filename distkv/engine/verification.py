@@ -290,9 +290,10 @@ def _run(engine: Engine, trial: Trial) -> None:
         for name in [name for name, at in aborts.items() if at <= step]:
             del aborts[name]
             engine.abort(name)
-        for name in [name for name, at in suspends.items() if at <= step]:
-            del suspends[name]
-            engine.suspend(name)
+        for name, sequence in engine.cache.running.items():
+            if suspends.get(name, step) < step and not sequence.read_in_progress:
+                del suspends[name]
+                engine.suspend(name)
         for done in engine.step():
             if done.error is not None:
                 raise done.error
