@@ -124,6 +124,7 @@ class TierSchedule(Schedule):
         if running == "abort":
             self.ended.update(self.group.caches[0].running)
         self.group.each(lambda cache: cache.reset(scope, running))  # type: ignore[arg-type]
+        self.forget_ended()
 
     def after(self, quiet: bool) -> None:
         rng = self.rng
