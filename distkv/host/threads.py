@@ -35,6 +35,10 @@ class _Job:
     error: BaseException | None = None
 
 
+class _Worker(threading.Thread):
+    """One that does not keep the program from ending."""
+
+
 class ThreadedCopies(TrackedCopies):
     """Copies pages between a pool on the CPU and host rows, in threads of its own. Takes over ``rows``.
 
@@ -43,7 +47,7 @@ class ThreadedCopies(TrackedCopies):
     what it wrote before ``submit`` is there, and ``fence`` blocks until the copies have ended.
 
     A copy that fails is an error of its own and of the loads that read what it should have written. The threads end
-    with :meth:`close`, and by themselves when the program's main thread has ended.
+    with :meth:`close`, and by themselves when the program has nothing left to do but to end.
     """
 
     rows: HostRows
@@ -68,7 +72,7 @@ class ThreadedCopies(TrackedCopies):
         self._threads: list[threading.Thread] = []
         try:
             for number in range(max(1, threads)):
-                thread = threading.Thread(target=self._work, name=f"distkv-copy-{number}", daemon=False)
+                thread = _Worker(target=self._work, name=f"distkv-copy-{number}", daemon=False)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
@@ -224,7 +228,7 @@ class ThreadedCopies(TrackedCopies):
         return None
 
     def _time_to_end(self) -> bool:
-        return self._closing or not threading.main_thread().is_alive()
+        return self._closing or _program_ends()
 
     def _move(self, copy: Copy) -> None:
         """Copies one page, in a worker."""
@@ -233,3 +237,10 @@ class ThreadedCopies(TrackedCopies):
             self._kv.copy_out(copy.device, self._places[chunk], row)
         else:
             self._kv.copy_in(self._places[chunk], row, copy.device)
+
+
+def _program_ends() -> bool:
+    """Whether no thread is left that could use an engine: one may serve on when the main thread has ended."""
+    if threading.main_thread().is_alive():
+        return False
+    return all(thread.daemon or isinstance(thread, _Worker) for thread in threading.enumerate() if thread.is_alive())

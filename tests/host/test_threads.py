@@ -307,13 +307,20 @@ def test_nothing_is_left_of_an_engine_that_could_not_be_made(monkeypatch: pytest
     assert chunk() is None
 
 
-def test_idle_threads_end_with_the_main_thread(make: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that forgets to close, or could not, does not hang at its end."""
+def test_idle_threads_end_with_the_program(make: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that forgets to close, or could not, does not hang at its end, nor while it serves on in a thread."""
     engine = make(threads=2)
-    ended = threading.Thread(target=int)
+    ended, serving = threading.Thread(target=int), threading.current_thread()
     ended.start()
     ended.join()
+    others = [serving]
     monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    monkeypatch.setattr(threading, "enumerate", lambda: [ended, *others, *engine._threads])
+    store = Copy(STORE, 1, 1)
+    engine.submit([store])
+    engine.wait(LIMIT_S)
+    assert [copy.state for copy in engine.poll()] == [CopyState.DONE], "somebody still serves"
+    others.clear()
     with engine._todo:
         engine._todo.notify_all()
     for thread in engine._threads:
