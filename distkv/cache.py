@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Literal
-
-import numpy as np
-import torch
 
 from distkv.agreement import Agreement
 from distkv.ballot import Slots
 from distkv.books import SCOPES, Books, Scope
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
-from distkv.entries import CachedPrefix
 from distkv.errors import (
     DistKVError,
     GroupError,
-    HostMemoryError,
-    InvariantError,
     MessageError,
     PeerFailed,
     SequenceError,
 )
 from distkv.faults import Fault
 from distkv.group import Group, SoloGroup, Ticket
-from distkv.host.copies import Copy, CopyEngine
+from distkv.host.copies import CopyEngine
 from distkv.host.kv import PagedKV
 from distkv.host.opening import ask_of, check_memory, open_on_all, open_tier
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
+from distkv.local_calls import LocalCalls
 from distkv.lockstep import Lockstep
 from distkv.pages import PagePool
 from distkv.request import Message, Request, ResetResult, StepResult
 from distkv.sequence import Sequence
 from distkv.start import check_arguments, meet
-from distkv.stats import Stats, free_of, reset_result, stats_of
-from distkv.table_buffers import TableBuffers
-from distkv.tables import Tables, build
+from distkv.stats import free_of, reset_result
 
 _NOTHING = Message()
 
 
-class PrefixCache:
+class PrefixCache(LocalCalls):
     """Keeps the KV pages of finished requests and gives them to the next request with the same prefix.
 
     Owns the bookkeeping of one rank's pages, and the host tier behind them; the pool's bytes are the engine's. One
     thread calls it, the engine's loop, and every rank makes the same calls in the same order: ``step`` (or
     ``begin_step`` and ``end_step``), the calls of the sequences that it returns, ``submit``, ``abort``, ``resume``,
-    ``bump``, ``reset``, ``grow``. Only ``fence``, ``wait_for_copies``, ``prefill_took``, ``retired`` (not in lockstep),
-    ``peek``, ``stats`` and ``check`` may differ from rank to rank.
+    ``bump``, ``reset``, ``grow``. What each may call at its own time is in :class:`distkv.local_calls.LocalCalls`:
+    ``fence``, ``wait_for_copies``, ``settle``, ``prefill_took``, ``retired`` (not in lockstep), ``tables``, ``peek``,
+    ``stats``, ``check`` and what looks at the cached pages.
     """
 
     def __init__(self, config: Config, fingerprint: Fingerprint, group: Group | None = None, *,
@@ -92,11 +85,6 @@ class PrefixCache:
               spans: Iterable[Span] = ()) -> KeyChain:
         """The key chain of a prompt; see :class:`distkv.KeyChain`. May be called in any thread."""
         return self._books.namer.chain(tokens, adapter=adapter, salt=salt, spans=spans)
-
-    def peek(self, chain: KeyChain) -> int:
-        """How many pages a request with this prompt would match on this rank now, in both tiers. Changes nothing."""
-        limit = max(0, len(chain) - 1) // self._books.page_size
-        return len(self._books.match(self._books.renamed(chain), limit))
 
     # ---- calls that all ranks make in the same order
 
@@ -190,67 +178,6 @@ class PrefixCache:
             self.check()
         return result
 
-    def retired(self, step: int) -> None:
-        """All forward passes launched up to step ``step`` have ended on this rank: pages that waited for them are free.
-
-        For ``cache.asynchronous``; a synchronous engine has no use for it. A pass belongs to the step that
-        :attr:`steps` says at its launch. On CUDA: record an event behind the passes of a step, and call this once
-        the event has been reached (``event.query()``). Each rank calls it at its own time; in lockstep all call it
-        alike, at one place of the step, so there the place has to be one where the event is waited for. Raises
-        SequenceError for what is no step that was begun.
-        """
-        if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or not 0 <= step <= self._books.step:
-            raise SequenceError(f"retired({step!r}): {self._books.step} steps were begun, so passes were launched in "
-                                f"steps 0 to {self._books.step} only, and none in that one")
-        self._books.retired(step)
-
-    # ---- the host tier, on this rank
-
-    def fence(self) -> None:
-        """To be called behind the last ``open`` of a forward pass and before its launch: no copy reads what it writes.
-
-        Opening a page may evict another one, whose bytes are still to be copied out of the very page that was opened.
-        On CUDA the current stream waits for such copies; on the CPU this thread does. Without a host tier it does
-        nothing.
-        """
-        if self._books.tier is not None:
-            self._books.tier.fence()
-
-    def wait_for_copies(self, timeout_s: float = 0.01) -> None:
-        """Returns when a copy has ended, or after so long: for an engine that only has sequences to be read in.
-
-        What has ended shows in the next step. Without copies under way it returns at once.
-        """
-        if self._books.tier is not None and self._books.tier.in_flight:
-            self._books.tier.flush()
-            self._books.tier.engine.wait(timeout_s)
-
-    def settle(self, timeout_s: float = 30.0) -> bool:
-        """Waits between two steps until no copy is under way, and takes note of them. False: one still is by then."""
-        end = time.monotonic() + timeout_s
-        while self._books.tier is not None and self._books.tier.in_flight:
-            if time.monotonic() >= end:
-                return False
-            self.wait_for_copies()
-            self._books.poll()
-        return True
-
-    def prefill_took(self, tokens: int, seconds: float) -> None:
-        """This rank's engine computed so many tokens of prompts in so many seconds; see ``host.skip_slow_loads``.
-
-        A load that would take longer than computing the pages again is not made. The mean of the last calls counts.
-        """
-        if self.config.host.skip_slow_loads and tokens > 0 and seconds > 0:
-            self._books.prefill_took(tokens, seconds)
-
-    def watch_copies(self, watch: Callable[[Copy], None] | None) -> None:
-        """``watch(copy)`` is called from now on for every copy that is ordered, before it begins; None: nobody is.
-
-        For whoever follows what a page holds. It must not call the cache.
-        """
-        if self._books.tier is not None:
-            self._books.tier.ordered = watch if watch is not None else lambda copy: None
-
     # ---- faults outside the ballot
 
     @contextmanager
@@ -287,33 +214,7 @@ class PrefixCache:
         self._break(fault.error(rank=fault.seen_by))
         return error
 
-    # ---- what kernels ask
-
-    def tables(self, batch: Iterable[tuple[Sequence, int]], *, out: TableBuffers | None = None,
-               pad_to: int | None = None) -> Tables:
-        """The page tables, lengths and slots of one forward pass, as attention kernels take them.
-
-        ``batch`` has one pair for each row: a running sequence, and how many of its opened tokens, counted from the
-        end, the forward computes: at least one, and none that is committed, so that no shared page is written.
-        ``out``: fixed buffers (None: new arrays of just the size). ``pad_to``: add rows of one token, all on scratch
-        pages, up to this number. Changes nothing of the cache, and may differ from rank to rank.
-        Raises SequenceError for a sequence that cannot run or has no such tokens, TableError for buffers that are too
-        small or padding without ``pool.scratch_pages``; nothing is written then.
-        """
-        return build(batch, running=self._agreement.running, page_size=self._books.page_size,
-                     scratch=self._books.pool.scratch, out=out, pad_to=pad_to)
-
     # ---- what there is
-
-    @property
-    def steps(self) -> int:
-        """Steps begun. A forward pass belongs to the step that was begun last when it was launched."""
-        return self._books.step
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether pages of an ended sequence stay in use until :meth:`retired`."""
-        return self._books.asynchronous
 
     @property
     def running(self) -> Mapping[str, Sequence]:
@@ -339,43 +240,6 @@ class PrefixCache:
     def pool_pages(self) -> int:
         """Usable pages of the smallest pool of the group: what one request may use at most."""
         return self._agreement.smallest_pool
-
-    def cached_prefixes(self, *, hosts: bool = False) -> Iterator[CachedPrefix]:
-        """Tokens and pages of every indexed prefix of this rank that no longer one continues. Changes nothing.
-
-        Those on the device, or with ``hosts`` those of both tiers. For looking at what is cached, such as the check of
-        the pages' bytes; do not call the cache between two of them.
-        """
-        tiered = self._books.tiered
-        return tiered.prefixes() if hosts and tiered is not None else self._books.index.entries.prefixes()
-
-    @property
-    def host_memory(self) -> str | None:
-        """What this rank's host pages lie in: ``pinned`` memory, or ``pageable`` and why; None if it has none."""
-        rows = self._books.tier.engine.rows if self._books.tier is not None else None
-        return rows.kind if rows is not None else None
-
-    def host_row(self, page: int) -> torch.Tensor:
-        """The bytes of a host page: uint8 ``[bytes_per_page]``, a view, whose order is ``kv.layout.order``.
-
-        What it holds is of use once the copy that fills it has ended, see :meth:`settle`. Raises HostMemoryError
-        without a host tier that has memory.
-        """
-        rows = self._books.tier.engine.rows if self._books.tier is not None else None
-        if rows is None:
-            raise HostMemoryError("this rank has no host pages to look at", asked=0, got=0)
-        return rows.row(page)
-
-    def stats(self) -> Stats:
-        """Counters and page states of this rank, at this moment."""
-        return stats_of(self._books, self._agreement.counters, self._agreement.reasons)
-
-    def check(self) -> None:
-        """Recounts every invariant from scratch; O(pages). Raises InvariantError."""
-        ballot = self._agreement.ballot
-        self._books.check(list(self._agreement.running.values()), ballot.reading if ballot is not None else ())
-        if self._agreement.ballot is None and self._books.pool.holds.any():
-            raise InvariantError("pages are held although no ballot is in flight")
 
     def close(self) -> None:
         """Aborts what waits and runs, on this rank only; every further step raises. The group is left as it is.

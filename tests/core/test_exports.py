@@ -20,15 +20,15 @@ SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "p
            "host.tier", "host.layout"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog", "layout",
-        "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
+CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog",
+        "layout", "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
 LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml", "memory",
            "_text", "host.copies", "host.layout"], ["chain", "host.budget"],
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
           ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"],
           ["books"], ["readin"], ["request", "sequence"], ["ballot", "tables", "stats"],
           ["waiting", "admission", "preemption", "prefetch"], ["agreed"], ["group", "agreement", "watchdog"],
-          ["torch_group", "mpi_group", "start", "lockstep", "host.opening"], ["cache"]]
+          ["torch_group", "mpi_group", "start", "lockstep", "host.opening", "local_calls"], ["cache"]]
 COPYING = ["host.kv", "host.memory", "host._engine", "host.threads", "host.cuda", "host.scripted", "host.open"]
 PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "_interfaces", "_parent", "_streams"]
 
