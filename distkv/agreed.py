@@ -108,6 +108,7 @@ class Agreed:
 
         Without ``wait`` it raises NoRoom instead, with nothing reserved; with it, only for what no pool can hold.
         """
+        sequence._must_run("grow", pages)
         if pages < 0:
             raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")
         beyond = sequence.promised + self.preemption.asked_by(sequence) + pages - self.smallest_pool
@@ -115,7 +116,6 @@ class Agreed:
             raise NoRoom(beyond, f"growing sequence {sequence.id!r} beyond the smallest pool of the group, which has "
                                  f"{self.smallest_pool} pages")
         if wait and (pages > self.leftover or self.preemption.growing):
-            sequence._must_run("grow")
             self.preemption.grow_later(sequence, pages)
             return False
         if pages > self.leftover:

@@ -67,9 +67,14 @@ class PrefixCache(LocalCalls):
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
         start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv))
         tier = open_on_all(self._group, start, lambda: open_tier(config, start, pool, kv, copies))
-        self._books = Books(pool, namer, tier=tier,
-                            store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
-                            lockstep=cache.agreement == "lockstep")
+        try:
+            self._books = Books(pool, namer, tier=tier,
+                                store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
+                                lockstep=cache.agreement == "lockstep")
+        except BaseException:
+            if tier is not None:
+                tier.close()
+            raise
         slots = Slots(cache.queue_slots, config.host.loading_slots)
         kind, every = (Lockstep, cache.check_every) if self._books.lockstep else (Agreement, cache.heartbeat)
         self._agreement = kind(self._books, self._group.rank, slots, every, start.smallest_pool,
@@ -104,7 +109,8 @@ class PrefixCache(LocalCalls):
         """Puts a suspended request at the head of the queue, to be admitted again. Unknown ids are ignored.
 
         It goes on from its named tokens, as a prompt. ``output_limit``: most tokens that it may still generate; None:
-        what is left of its own. One that is too large for the pool shows up as refused in the next result.
+        what is left of its own. One that is too large for the pool shows up as refused in the next result. Raises
+        RequestError, and it stays suspended, for a limit that is no whole number of 0 or more.
         """
         self._check_open()
         self._agreement.resume(request_id, output_limit)
@@ -247,15 +253,19 @@ class PrefixCache(LocalCalls):
         What cannot be given back after an error that ended the group stays, and is not raised: it would hide that one.
         """
         first: DistKVError | None = None
-        for sequence in list(self._agreement.running.values()):
-            try:
-                if not sequence.ended:  # else an error met it half-way through its end
-                    sequence.abort()
-            except DistKVError as error:
-                first = first or error
-        self._agreement.forget_waiting()
-        if self._books.tier is not None:
-            self._books.tier.close()
+        try:
+            for sequence in list(self._agreement.running.values()):
+                try:
+                    if not sequence.ended:  # else an error met it half-way through its end
+                        sequence.abort()
+                except DistKVError as error:
+                    first = first or error
+            self._agreement.forget_waiting()
+        except DistKVError as error:
+            first = first or error
+        finally:  # whatever the books have come to, threads and memory end here
+            if self._books.tier is not None:
+                self._books.tier.close()
         was_broken = self._broken is not None
         self._break(SequenceError("the cache was closed"))
         if self._group.cache is not None and self._group.cache() is self:

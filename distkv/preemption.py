@@ -67,13 +67,16 @@ class Preemption:
         self.suspended[request.id] = request
 
     def resume(self, request_id: str, output_limit: int | None) -> Request | None:
-        """The request, which is not suspended any more; None if there is none of this name."""
-        limit = -1 if output_limit is None else output_limit
-        self.books.note(Call.RESUME, tag_of(request_id), limit)
-        request = self.suspended.pop(request_id, None)
-        if request is None or output_limit is None:
-            return request
-        return replace(request, output_limit=output_limit)
+        """The request, which is not suspended any more; None if there is none of this name.
+
+        Raises RequestError, and it stays suspended, for a limit that is none.
+        """
+        request = self.suspended.get(request_id)
+        if request is not None and output_limit is not None:
+            request = replace(request, output_limit=output_limit)  # which raises for what is no limit
+        self.books.note(Call.RESUME, tag_of(request_id), -1 if output_limit is None else output_limit)
+        self.suspended.pop(request_id, None)
+        return request
 
     def forget(self, request_id: str) -> None:
         """The request will not be resumed, or runs: what the host tier kept for it is free to go."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distkv.config import Config
-from distkv.errors import ConfigError, DistKVError, HostMemoryError, MessageError
+from distkv.errors import ConfigError, HostMemoryError, MessageError
 from distkv.group import Group
 from distkv.host.budget import HostAsk
 from distkv.host.copies import CopyEngine
@@ -58,17 +58,21 @@ def open_on_all(group: Group, start: Start, open_here: Callable[[], HostTier | N
     tier: HostTier | None = None
     error: Exception | None = None
     try:
-        tier = open_here()
-    except (DistKVError, RuntimeError, OSError) as failed:
-        error = failed
-    told = group.exchange(str(error or "").encode())
-    if error is not None:
-        raise error
-    for rank, text in enumerate(told):
-        if text:
-            if tier is not None:
-                tier.close()
-            raise HostMemoryError(f"rank {rank} has no host tier, so no rank starts: {text.decode()}", asked=0, got=0)
+        try:
+            tier = open_here()
+        except Exception as failed:  # noqa: BLE001 - raised below, when the others know: they would wait for this rank
+            error = failed
+        told = group.exchange(b"" if error is None else (str(error) or type(error).__name__).encode())
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text:
+                raise HostMemoryError(f"rank {rank} has no host tier, so no rank starts: {text.decode()}", asked=0,
+                                      got=0)
+    except BaseException:  # the exchange itself may fail
+        if tier is not None:
+            tier.close()
+        raise
     return tier
 
 

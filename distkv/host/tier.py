@@ -177,8 +177,10 @@ class HostTier:
 
     def close(self) -> None:
         """Waits for the copies that run, within their engine's time limit, and gives its memory back."""
-        self.flush()
-        self.engine.close()
+        try:
+            self.flush()
+        finally:
+            self.engine.close()
 
     # ---- for checks and reports
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
 
-from distkv import PeerFailed
+import pytest
+import torch
+
+from distkv import InvariantError, PagedKV, PeerFailed, PrefixCache, RequestError, SoloGroup
+from distkv.host.opening import open_on_all
+from distkv.start import Start
+from tests.core import test_tiers
+from tests.core.helpers import FINGERPRINT, prefill
 from tests.simulation.stage import A, B, Stage, tail_on_host
 
 
@@ -31,3 +38,65 @@ def test_the_group_goes_on_after_a_lookup_that_failed_while_prefetching(lookups:
     stage.begin()
     assert [type(outcome) for outcome in stage.group.end()] == [PeerFailed, PeerFailed]
     assert [w.request_id for w in stage.step().waiting] == ["a", "b"]
+
+
+def suspended() -> test_tiers.Tiers:
+    tiers = test_tiers.Tiers(pages=8, host={"preemption_pages": 4})
+    prefill(tiers.ready("1", test_tiers.A, output_limit=6)).suspend()
+    tiers.settle()
+    return tiers
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5])
+def test_a_request_that_is_not_resumed_stays_suspended(limit: int) -> None:
+    tiers = suspended()
+    with pytest.raises(RequestError, match="output_limit is"):
+        tiers.cache.resume("1", output_limit=limit)
+    assert (list(tiers.cache.suspended), tiers.cache.stats().host_kept) == (["1"], 4)
+    tiers.cache.resume("1", output_limit=1)
+    tiers.cache.step()
+    assert tiers.settle().ready[0].cached_tokens == 8
+    assert tiers.cache.stats().host_kept == 0
+
+
+def test_a_cache_whose_books_are_broken_ends_its_copies() -> None:
+    """An interrupt may have broken them."""
+    tiers = suspended()
+    tiers.cache._books.tier.pages.unkeep(tiers.cache._books.tier.kept["1"][0])  # type: ignore[union-attr]
+    with pytest.raises(InvariantError, match="nobody kept it"):
+        tiers.cache.close()
+    assert tiers.copies._closed
+
+
+class Breaking(SoloGroup):
+    """What is exchanged last never comes."""
+
+    def __init__(self, exchanges: int = 1) -> None:
+        super().__init__()
+        self.left = exchanges
+        self.told = b""
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        self.told = data
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().exchange(data)
+
+
+def test_no_tier_is_left_if_the_others_are_not_heard_of() -> None:
+    before = threading.enumerate()
+    with pytest.raises(KeyboardInterrupt):
+        PrefixCache(test_tiers.config(4, 8), FINGERPRINT, Breaking(), kv=PagedKV(torch.zeros(1, 2, 4, 2, 1, 8)))
+    assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("so")])
+def test_whatever_keeps_a_rank_from_its_tier_is_told(error: Exception) -> None:
+    def fails() -> None:
+        raise error
+
+    group = Breaking()
+    with pytest.raises(type(error)):
+        open_on_all(group, Start(smallest_pool=4, host_pages=8, ranks_on_node=1, plan=("a tier",)), fails)
+    assert group.told == (str(error) or "MemoryError").encode()
