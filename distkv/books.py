@@ -233,7 +233,7 @@ class Books:
         """Takes note of the copies that have ended: prefetched pages are in the index from now on."""
         if self.tier is None or self.tiered is None:
             return
-        for copy in self.tier.poll():
+        for copy in sorted(self.tier.poll(), key=lambda copy: copy.order):  # a page enters below the one ahead of it
             self.tiered.loaded(copy)
             self.free(np.array([copy.device]))
 

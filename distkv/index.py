@@ -199,7 +199,8 @@ class PrefixIndex:
             ids = below.pages[first if below is run else 0 : below.resident]
             if len(ids) and np.count_nonzero(self.pool.is_cold(np.frombuffer(ids, np.int32))):
                 return True
-            stack.extend((below.children or {}).values())
+            if below.warm:
+                stack.extend((below.children or {}).values())
         return False
 
     def drop(self, page: int) -> None:
@@ -238,7 +239,7 @@ class PrefixIndex:
         pages, keys, end = self.entries.remove(run, keep)
         self.memory.evicted(keys)
         self._left(pages)
-        self._offer_above(end)
+        self._ends_at(end)
 
     def _drop_last(self, run: Run) -> None:
         """:meth:`_drop_entries` for the last entry, as eviction of one page needs it."""
@@ -247,7 +248,11 @@ class PrefixIndex:
         page, key, end = self.entries.remove_last(run)
         self.memory.evicted((key,))
         self._left_one(page)
-        self._offer_above(end)
+        self._ends_at(end)
+
+    def _ends_at(self, run: Run | Root) -> None:
+        """What was behind the end of ``run``, or a branch there, has left the index."""
+        self._offer_above(run)
 
     def _left_one(self, place: int) -> None:
         """:meth:`_left` for one."""

@@ -53,6 +53,8 @@ def _load(match: Match, first: int, most: int, books: Books) -> int:
     if not fresh or not books.worth_loading(len(fresh)):
         return 0
     hosts = books.read(match.pages[first:])  # making place must not take them
+    if not hosts:  # not worth it as a whole
+        return 0
     try:
         for host, device in zip(fresh, books.take_for_load(len(fresh), reserved=False).tolist(), strict=True):
             books.tier.prefetch(host, device)

@@ -174,10 +174,13 @@ class TieredIndex(PrefixIndex):
             self._resident -= 1
             self.pool.leave_one(page)
         self._offer_above(run)
-
-    def _offer_above(self, run: Run | Root) -> None:
-        super()._offer_above(run)
         self._offer_host_tail(run)
+
+    def _ends_at(self, run: Run | Root) -> None:
+        if isinstance(run, Run) and run.resident < len(run):  # so all that has left was on the host alone
+            self._offer_host_tail(run)
+        else:
+            super()._ends_at(run)
 
     # ---- the host's side of it
 
@@ -217,8 +220,8 @@ class TieredIndex(PrefixIndex):
         if self.tier.pages.idle(host):
             self._host_queue.push(self.base + host)
 
-    def _offer_host_tail(self, run: Run | Root) -> None:
-        if isinstance(run, Run) and not run.children and run.resident < len(run):
+    def _offer_host_tail(self, run: Run) -> None:
+        if not run.children and run.resident < len(run):
             self._offer_host(run.pages[-1] - self.base)
 
     def _drop_backup(self, host: int) -> None:
@@ -328,13 +331,12 @@ class TieredIndex(PrefixIndex):
         todo = [run for run in self.runs() if run.resident and not run.warm]
         while todo:
             run = todo.pop()
-            while run.resident:
-                offset = run.resident - 1
-                host = int(self._backup[run.pages[offset]])
-                if host != _NONE:
-                    self._demote(run, [host])
-                else:
-                    self._drop_subtree(run, offset)
+            hosts: list[int] = self._backup[run.page_ids(0, run.resident)].tolist()
+            backed = next((at for at, host in enumerate(hosts) if host == _NONE), len(hosts))
+            if backed < len(hosts):
+                self._drop_subtree(run, backed)
+            if backed:
+                self._demote(run, hosts[:backed])
             if isinstance(run.parent, Run) and run.parent.resident and not run.parent.warm:
                 todo.append(run.parent)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,9 @@ class Copy:
     error: BaseException | None = None
     overdue: bool = False
     """A load that has run for longer than the limit. It still runs: its pages stay in use until it ends."""
-    order: int = field(default=0)
-    """The engine's own."""
-    use: int = field(default=0)
+    order: int = 0
+    """Set by its engine: the how-manieth copy it is."""
+    use: int = 0
     """The books' own: for the how-manieth time the host page was taken when a load of it was ordered."""
 
     @property

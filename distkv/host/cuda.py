@@ -116,8 +116,9 @@ class CudaCopies(TrackedCopies):
                 self._failed.append((copy, source_failed(copy)))
                 continue
             together = not batch or copy.kind is batch[0].kind
+            others = _others(copy)
             # what waits for a copy of its own batch would be moved together with it
-            if not together or len(batch) == self._fit or not _others(copy).isdisjoint(batch):
+            if not together or len(batch) == self._fit or (others and not others.isdisjoint(batch)):
                 self._launch(batch, behind)
                 batch = []
             batch.append(copy)

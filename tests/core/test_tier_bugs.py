@@ -12,6 +12,7 @@ from distkv.host.opening import open_on_all
 from distkv.start import Start
 from tests.core import test_tiers
 from tests.core.helpers import FINGERPRINT, prefill
+from tests.core.test_read_in import Group
 from tests.simulation.stage import A, B, Stage, tail_on_host
 
 
@@ -38,6 +39,24 @@ def test_the_group_goes_on_after_a_lookup_that_failed_while_prefetching(lookups:
     stage.begin()
     assert [type(outcome) for outcome in stage.group.end()] == [PeerFailed, PeerFailed]
     assert [w.request_id for w in stage.step().waiting] == ["a", "b"]
+
+
+def test_prefetched_pages_may_arrive_in_any_order() -> None:
+    """A page that arrived ahead of the one above it was given back, to be loaded again."""
+    group = Group(pages=(16,), hosts=(16,), host={"prefetch": True})
+    (cache,), (copies,) = group.caches, group.copies
+    group.serve("1", test_tiers.A)
+    cache._books.index.evict(16)
+    group.settle()
+    group.step(("big", [7] * 19))
+    group.step(("huge", [8] * 20), ("next", test_tiers.A))
+    group.step()
+    loads = group.loads(0)
+    assert len(loads) == 4
+    for load in reversed(loads):
+        copies.finish(load)
+    group.step()
+    assert cache.stats().pages_cached == 4
 
 
 def suspended() -> test_tiers.Tiers:
