@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from distkv.errors import CopyFailed
 from distkv.host._engine import TrackedCopies, source_failed
@@ -18,8 +22,6 @@ from distkv.host.memory import HostRows
 __all__ = ["ThreadedCopies"]
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S = 1.0  # how often an idle worker looks whether the program is about to end
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +37,6 @@ class _Job:
     error: BaseException | None = None
 
 
-class _Worker(threading.Thread):
-    """One that does not keep the program from ending."""
-
-
 class ThreadedCopies(TrackedCopies):
     """Copies pages between a pool on the CPU and host rows, in threads of its own. Takes over ``rows``.
 
@@ -47,7 +45,8 @@ class ThreadedCopies(TrackedCopies):
     what it wrote before ``submit`` is there, and ``fence`` blocks until the copies have ended.
 
     A copy that fails is an error of its own and of the loads that read what it should have written. The threads end
-    with :meth:`close`, and by themselves when the program has nothing left to do but to end.
+    with :meth:`close`, which a program that has nothing left to do but to end calls by itself: a copy that never ends
+    holds it up for the time limit.
     """
 
     rows: HostRows
@@ -70,9 +69,11 @@ class ThreadedCopies(TrackedCopies):
         self._awaited: set[_Job] = set()  # what a fence still waits for
         self._closing = False
         self._threads: list[threading.Thread] = []
+        self._at_exit = partial(_close_at_exit, weakref.ref(self), os.getpid())
+        atexit.register(self._at_exit)
         try:
             for number in range(max(1, threads)):
-                thread = _Worker(target=self._work, name=f"distkv-copy-{number}", daemon=False)
+                thread = threading.Thread(target=self._work, name=f"distkv-copy-{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
@@ -103,6 +104,7 @@ class ThreadedCopies(TrackedCopies):
                     job.ended = True
                     self._over.append((job.copy, CopyFailed("the copy engine was closed before this copy began"), 0.0))
             self._todo.notify_all()
+        atexit.unregister(self._at_exit)
         end = time.monotonic() + self._limit_s
         for thread in self._threads:
             thread.join(min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX))
@@ -211,24 +213,21 @@ class ThreadedCopies(TrackedCopies):
     def _next(self) -> _Job | None:
         """The next copy, when there is one; None when it is time to end."""
         with self._todo:
-            while not self._time_to_end():
+            while not self._closing:
                 job = self._take()
                 if job is not None:
                     return job
-                self._todo.wait(_LOOK_S)
+                self._todo.wait()
         return None
 
     def _take(self) -> _Job | None:
         """The next copy, if there is one now. With the lock held."""
-        while self._ready and not self._time_to_end():
+        while self._ready and not self._closing:
             _, _, job = heapq.heappop(self._ready)
             if not job.started:
                 job.started = True
                 return job
         return None
-
-    def _time_to_end(self) -> bool:
-        return self._closing or _program_ends()
 
     def _move(self, copy: Copy) -> None:
         """Copies one page, in a worker."""
@@ -239,8 +238,8 @@ class ThreadedCopies(TrackedCopies):
             self._kv.copy_in(self._places[chunk], row, copy.device)
 
 
-def _program_ends() -> bool:
-    """Whether no thread is left that could use an engine: one may serve on when the main thread has ended."""
-    if threading.main_thread().is_alive():
-        return False
-    return all(thread.daemon or isinstance(thread, _Worker) for thread in threading.enumerate() if thread.is_alive())
+def _close_at_exit(engine: weakref.ref[ThreadedCopies], process: int) -> None:
+    """When all threads but the daemons have ended, and before the memory that copies move is torn down."""
+    still = engine()
+    if still is not None and process == os.getpid():  # a fork has none of the threads
+        still.close()

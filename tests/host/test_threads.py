@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import random
 import threading
 import weakref
@@ -273,7 +275,7 @@ def test_close_ends_what_runs_and_fails_what_waits() -> None:
     engine.close()
     engine.close()
     assert engine.moved == [runs]
-    assert not any(thread.is_alive() or thread.daemon for thread in engine._threads)
+    assert not any(thread.is_alive() for thread in engine._threads)
     assert set(engine.poll()) == {runs, waits, follows}
     assert runs.state is CopyState.DONE
     assert all(copy.state is CopyState.FAILED and isinstance(copy.error, CopyFailed) for copy in (waits, follows))
@@ -307,25 +309,32 @@ def test_nothing_is_left_of_an_engine_that_could_not_be_made(monkeypatch: pytest
     assert chunk() is None
 
 
-def test_idle_threads_end_with_the_program(make: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that forgets to close, or could not, does not hang at its end, nor while it serves on in a thread."""
-    engine = make(threads=2)
-    ended, serving = threading.Thread(target=int), threading.current_thread()
-    ended.start()
-    ended.join()
-    others = [serving]
-    monkeypatch.setattr(threading, "main_thread", lambda: ended)
-    monkeypatch.setattr(threading, "enumerate", lambda: [ended, *others, *engine._threads])
+def test_a_program_that_does_not_close_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is under way ends before its memory is torn down, and what never ends does not keep the program."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    engine = Gated(small_pool()[1], load_timeout_s=LIMIT_S)
     store = Copy(STORE, 1, 1)
+    engine.gates[store] = UntilClosing(engine)
     engine.submit([store])
-    engine.wait(LIMIT_S)
-    assert [copy.state for copy in engine.poll()] == [CopyState.DONE], "somebody still serves"
-    others.clear()
-    with engine._todo:
-        engine._todo.notify_all()
-    for thread in engine._threads:
+    engine.arrived.acquire(timeout=LIMIT_S)
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: -1)
+        at_exit[0]()
+    assert not engine._closing, "a fork has none of the threads, and waits for none"
+    at_exit[0]()
+    assert not at_exit
+    assert not any(thread.is_alive() for thread in engine._threads)
+    assert [copy.state for copy in engine.poll()] == [CopyState.DONE]
+    stuck = Gated(small_pool()[1], load_timeout_s=1e-9)
+    gate = stuck.hold(store := Copy(STORE, 1, 1))
+    stuck.submit([store])
+    at_exit[0]()
+    assert all(thread.daemon for thread in stuck._threads)
+    gate.set()
+    for thread in stuck._threads:
         thread.join(LIMIT_S)
-        assert not thread.is_alive()
 
 
 def test_only_pools_that_can_be_copied(caplog: pytest.LogCaptureFixture) -> None:
