@@ -53,7 +53,8 @@ class PrefixCache(LocalCalls):
         """Compares agreed fields over ``group`` (None: this rank alone) and raises GroupMismatch if they differ.
 
         The group stays the caller's, and is this cache's alone until ``close``. ``kv`` is the engine's paged memory,
-        which a host tier copies from and to; without a host tier it may be None. ``copies`` replaces the copy engine
+        which a host tier copies from and to; without a host tier it may be None. On CUDA the stream that is current in
+        a call of this cache is taken for the one that computes. ``copies`` replaces the copy engine
         that belongs to it, ``hash64`` the configured key function, both for tests. Raises MessageError for a wrong
         argument, and for a group that another cache has; ConfigError on every rank, with nothing taken, for a host
         tier that the memory of a node cannot hold; HostMemoryError, on every rank, if one cannot have it after all.
@@ -123,7 +124,8 @@ class PrefixCache(LocalCalls):
         """Forgets cached pages: of both tiers, or only of the device or of the host. Says what came of it here.
 
         ``running``: sequences keep their pages, finish and do not store (but after a reset of the host they do), or
-        are aborted, as they have to be if the bytes of the pool are lost. What is being read in waits again.
+        are aborted, as they have to be if the bytes of the pool are lost. What is being read in waits again. Whoever
+        gives the pool's memory up or writes it himself calls ``settle`` first: copies to the host still read it.
         """
         if scope not in SCOPES or running not in ("finish", "abort"):
             raise MessageError(f"reset({scope!r}, {running!r}): the scope is all, device or host; running sequences "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from distkv.errors import LayoutMismatch
+from distkv.errors import HostMemoryError, LayoutMismatch
 from distkv.host.copies import CopyEngine
 from distkv.host.cuda import CudaCopies
 from distkv.host.kv import PagedKV
@@ -27,8 +27,9 @@ def open_copies(
 ) -> CopyEngine:
     """Takes memory for ``host_pages`` pages of ``kv`` and starts what copies between the two; ``close`` ends both.
 
-    The arguments are the settings of section ``host`` with these names. Raises HostMemoryError if the memory cannot be
-    had, and LayoutMismatch for a pool on a device that is neither a CPU nor CUDA's; nothing is kept then.
+    The arguments are the settings of section ``host`` with these names. Raises HostMemoryError if memory, threads or
+    streams cannot be had, and LayoutMismatch for a pool on a device that is neither a CPU nor CUDA's; nothing is kept
+    then.
     """
     if kv.device.type not in ("cpu", "cuda"):
         raise LayoutMismatch(f"the host tier copies from pools on cpu and cuda, and this one is on {kv.device}")
@@ -40,6 +41,10 @@ def open_copies(
             engine = CudaCopies(kv, rows, load_timeout_s=load_timeout_s)
         else:
             engine = ThreadedCopies(kv, rows, threads=threads, load_timeout_s=load_timeout_s)
+    except RuntimeError as error:  # torch's and threading's
+        rows.close()
+        raise HostMemoryError(f"the copies between the pool on {kv.device} and the host cannot start: {error}. Lower "
+                              "host.copy_threads, or leave the GPU some more memory", asked=0, got=0) from error
     except BaseException:
         rows.close()
         raise

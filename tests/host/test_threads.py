@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distkv.errors import CopyFailed, InvariantError, LayoutMismatch
+from distkv.errors import CopyFailed, HostMemoryError, InvariantError, LayoutMismatch
 from distkv.host.copies import Copy, CopyState, Kind
 from distkv.host.kv import PagedKV
 from distkv.host.memory import HostRows
@@ -307,6 +307,8 @@ def test_nothing_is_left_of_an_engine_that_could_not_be_made(monkeypatch: pytest
     assert len(started) == 2
     assert threading.enumerate() == before
     assert chunk() is None
+    with pytest.raises(HostMemoryError, match=r"cannot start: can't start new thread.*host\.copy_threads"):
+        open_copies(kv, 2, threads=1)
 
 
 def test_a_program_that_does_not_close_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
