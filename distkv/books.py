@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -194,6 +195,8 @@ class Books:
     def prefill_took(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens in so many seconds: a moving mean."""
         new, old = seconds / tokens, self.prefill_s_per_token
+        if not math.isfinite(new):  # it would stay in the mean for ever
+            return
         self.prefill_s_per_token = new if old is None else 0.75 * old + 0.25 * new
 
     def used(self, pages: Ids, hosts: AbstractSequence[int] = ()) -> None:

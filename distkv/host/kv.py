@@ -8,7 +8,8 @@ thread that calls it, and both let go of the GIL.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -186,18 +187,32 @@ def _flattened(tensors: Tensors) -> tuple[list[torch.Tensor], int | None, int | 
     """All tensors in the order of a row; how many layers and planes the lists stand for, None where none is listed."""
     if isinstance(tensors, torch.Tensor):
         return [tensors], None, None
-    layers = list(tensors)
+    layers = _listed(tensors)
     if not layers:
         raise LayoutMismatch("no tensors: give the pool's, one for all layers or a list with one per layer")
     flat: list[torch.Tensor] = []
     widths = set()
     for layer in layers:
-        planes = [layer] if isinstance(layer, torch.Tensor) else list(layer)
+        planes = [layer] if isinstance(layer, torch.Tensor) else _listed(layer)
         widths.add(None if isinstance(layer, torch.Tensor) else len(planes))
-        flat += planes
+        for plane in planes:
+            if not isinstance(plane, torch.Tensor):
+                raise _no_tensor(plane)
+            flat.append(plane)
     if len(widths) != 1 or 0 in widths:
         raise LayoutMismatch("every layer must have the same number of tensors, at least one")
     return flat, len(layers), widths.pop()
+
+
+def _listed(tensors: object) -> list[Any]:
+    if isinstance(tensors, Iterable) and not isinstance(tensors, (np.ndarray, str, bytes, Mapping)):
+        return list(tensors)
+    raise _no_tensor(tensors)
+
+
+def _no_tensor(given: object) -> LayoutMismatch:
+    return LayoutMismatch(f"the pool's memory is given as torch tensors, and this is a {type(given).__name__}; numpy "
+                          "arrays go through torch.from_numpy, which copies nothing")
 
 
 def _names(axes: str | None, *, listed: bool, planes: int | None) -> list[str]:
@@ -224,8 +239,10 @@ def _check_alike(tensor: torch.Tensor, first: torch.Tensor, names: list[str]) ->
                              f"({' '.join(names)}); say with axes what they are")
     if not tensor.numel():
         raise LayoutMismatch(f"a tensor {list(tensor.shape)} holds no page")
-    if tensor.element_size() not in _CARRIERS or tensor.layout != torch.strided:
+    if tensor.element_size() not in _CARRIERS or tensor.layout != torch.strided or tensor.is_quantized:
         raise LayoutMismatch(f"{tensor.dtype} tensors of layout {tensor.layout} are no KV memory that can be copied")
+    if tensor.is_conj() or tensor.is_neg():
+        raise LayoutMismatch("a view that torch conjugates or negates when it is read does not show the pool's bytes")
     for what in ("shape", "dtype", "device"):
         if getattr(tensor, what) != getattr(first, what):
             raise LayoutMismatch(f"the tensors of a pool must be alike, and their {what} is {getattr(first, what)} and "

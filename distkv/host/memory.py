@@ -184,14 +184,19 @@ class HostRows:
                             self.nbytes / _GIB)
 
     def _error(self, chunk: int, got: int, error: BaseException) -> HostMemoryError:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+        names = ("RLIMIT_MEMLOCK",) if self.is_pinned else ("RLIMIT_AS", "RLIMIT_DATA")
+        limits = "; ".join(f"{name} is {_limit(name)}" for name in names)
         return HostMemoryError(
             f"the host tier asked for {self.nbytes} bytes ({self.pages} pages of {self.bytes_per_page}) of {self.kind} "
-            f"memory and got {got}, which are given back; the next {chunk} failed: {_line(error)}. RLIMIT_MEMLOCK is "
-            f"{limit}. Lower host.pages (or host.gib_per_rank, host.gib_per_node)",
+            f"memory and got {got}, which are given back; the next {chunk} failed: {_line(error)}. {limits}. "
+            f"Lower host.pages (or host.gib_per_rank, host.gib_per_node)",
             asked=self.nbytes, got=got,
         )
+
+
+def _limit(name: str) -> str:
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
 
 
 def _line(error: BaseException) -> str:

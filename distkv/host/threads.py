@@ -86,7 +86,7 @@ class ThreadedCopies(TrackedCopies):
         """As the interface says; returns at once if nothing runs."""
         if self._running and not self._news:
             with self._done:
-                self._done.wait_for(lambda: bool(self._over), timeout_s)
+                self._done.wait_for(lambda: bool(self._over), min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
 
     def load_s(self, pages: int) -> float | None:
         """As the interface says, with all threads at work."""

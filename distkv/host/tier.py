@@ -92,9 +92,10 @@ class HostTier:
     def fence(self) -> None:
         """What the engine's compute launches from now on waits for the stores that read the pages it may write."""
         self.flush()
-        waits, self._fence = [copy for copy in self._fence if not copy.ended], []
-        if waits:
-            self.engine.fence(waits)
+        self._fence = [copy for copy in self._fence if not copy.ended]
+        if self._fence:
+            self.engine.fence(self._fence)
+            self._fence = []  # not before: one that was interrupted has not waited
 
     # ---- loads that nobody waits for
 

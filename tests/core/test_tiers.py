@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -312,6 +313,31 @@ def test_slow_loads_are_not_made() -> None:
     assert tiers.cache.stats().loads == 0
     tiers.cache.prefill_took(1000, 50.0)
     assert tiers.serve("4", B) == 8
+
+
+def test_a_prefill_without_end_is_no_measurement() -> None:
+    tiers = Tiers()
+    for seconds in (math.inf, math.nan, 0.001):
+        tiers.cache.prefill_took(1, seconds)
+    assert tiers.cache._books.prefill_s_per_token == 0.001
+
+
+def test_a_fence_that_was_interrupted_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches the interrupt and goes on calls it again, and the page that is stored must not be written yet."""
+    tiers = Tiers()
+    tiers.serve("1", A)
+    tiers.ready("2", B).open(9)
+
+    def interrupted(copies: list[Copy]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as ctrl_c:
+        ctrl_c.setattr(tiers.copies, "_fence", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiers.cache.fence()
+    assert tiers.copies.running
+    tiers.cache.fence()
+    assert not tiers.copies.running
 
 
 def test_resets_tell_the_truth() -> None:

@@ -89,7 +89,7 @@ def test_what_was_had_is_given_back_when_a_chunk_fails() -> None:
         HostRows(LAYOUT, 40, chunk_gib=chunks_of(4), allocator=allocator)
     error = caught.value
     assert (error.asked, error.got) == (40 * SIZE, 20 * SIZE)
-    for part in (str(40 * SIZE), str(20 * SIZE), "RLIMIT_MEMLOCK", "Lower host.pages", "Cannot allocate memory"):
+    for part in (str(40 * SIZE), str(20 * SIZE), "RLIMIT_AS", "Lower host.pages", "Cannot allocate memory"):
         assert part in str(error)
     assert len(allocator.held) == 5
     assert all(storage() is None for storage in allocator.held)

@@ -200,6 +200,12 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "expanded": ([layer(1, 3, 4, 1, 5).expand(2, 3, 4, 1, 5)], None, "share memory"),
     "unfolded": (torch.zeros(1, 1, 20, 1, 1).unfold(2, 8, 4), "plane head page dim dim token", "share memory"),
     "one tensor twice": ([WHOLE, WHOLE], None, "two tensors of the pool share memory"),
+    "numpy": (np.zeros((2, 3, 4, 1, 5)), None, "this is a ndarray; numpy arrays go through"),
+    "numpy layers": ([np.zeros((2, 3, 4, 1, 5))], None, "this is a ndarray"),
+    "nothing": (None, None, "this is a NoneType"),
+    "no value": ([[layer(), None]], None, "this is a NoneType"),
+    "by name": ({"0": layer()}, None, "this is a dict"),
+    "conjugated": (layer(2, 2, 3, 4, 1, 5, dtype=torch.complex64).conj(), None, "conjugates or negates"),
     "a layer of it": ([WHOLE[:3], WHOLE[1:]], None, "two tensors of the pool share memory"),
 }
 
