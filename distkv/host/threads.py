@@ -59,10 +59,11 @@ class ThreadedCopies(TrackedCopies):
         # made once: behind a page that has swept the caches every line of Python costs
         self._places = [kv.places(chunk) for chunk in rows.chunks]
         # One lock for all below; it is held for a few lines at a time, and never while bytes move. Whoever wakes up
-        # needs the GIL, too, so nobody is woken for nothing.
-        lock = threading.Lock()
-        self._todo = threading.Condition(lock)
-        self._done = threading.Condition(lock)
+        # needs the GIL, too, so nobody is woken for nothing. It is taken as such, for an interrupt between the lines of
+        # a condition's __enter__ would leave it taken for ever.
+        self._lock = threading.Lock()
+        self._todo = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._jobs: dict[Copy, _Job] = {}  # until its end was collected
         self._ready: list[tuple[bool, int, _Job]] = []  # a heap; a job that became urgent is there twice
         self._over: list[tuple[Copy, BaseException | None, float]] = []
@@ -85,7 +86,7 @@ class ThreadedCopies(TrackedCopies):
     def wait(self, timeout_s: float) -> None:
         """As the interface says; returns at once if nothing runs."""
         if self._running and not self._news:
-            with self._done:
+            with self._lock:
                 self._done.wait_for(lambda: bool(self._over), min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
 
     def load_s(self, pages: int) -> float | None:
@@ -97,7 +98,7 @@ class ThreadedCopies(TrackedCopies):
         """Fails what has not begun, waits for the rest, ends the threads and gives back the rows. Can be called again.
 
         ``poll`` still tells how the copies ended."""
-        with self._todo:
+        with self._lock:
             self._closed = self._closing = True
             for job in list(self._jobs.values()):
                 if not job.started and not job.ended:
@@ -116,7 +117,7 @@ class ThreadedCopies(TrackedCopies):
             self.rows.close()
 
     def _start(self, copies: list[Copy]) -> None:
-        with self._todo:
+        with self._lock:
             for copy in copies:
                 job = self._jobs[copy] = _Job(copy, urgent=copy.kind is Kind.LOAD)
                 for other in self._before(job):
@@ -130,7 +131,7 @@ class ThreadedCopies(TrackedCopies):
                 self._go_on(job)
 
     def _collect(self) -> Iterable[tuple[Copy, BaseException | None]]:
-        with self._done:
+        with self._lock:
             over, self._over = self._over, []
             for copy, _, _ in over:
                 del self._jobs[copy]
@@ -140,7 +141,7 @@ class ThreadedCopies(TrackedCopies):
             yield copy, error
 
     def _fence(self, copies: list[Copy]) -> None:
-        with self._done:
+        with self._lock:
             jobs = [self._jobs[copy] for copy in copies]
             self._hurry(jobs)
             self._awaited = {job for job in jobs if not job.ended}
@@ -201,7 +202,7 @@ class ThreadedCopies(TrackedCopies):
                 logger.debug("a copy between pool and host failed", exc_info=True)
                 error = problem
             seconds = time.perf_counter() - begun
-            with self._done:
+            with self._lock:
                 self._finish(job, error, seconds)
                 if not self._awaited:
                     self._done.notify_all()
@@ -212,7 +213,7 @@ class ThreadedCopies(TrackedCopies):
 
     def _next(self) -> _Job | None:
         """The next copy, when there is one; None when it is time to end."""
-        with self._todo:
+        with self._lock:
             while not self._closing:
                 job = self._take()
                 if job is not None:

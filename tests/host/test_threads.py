@@ -339,6 +339,24 @@ def test_a_program_that_does_not_close_ends_well(monkeypatch: pytest.MonkeyPatch
         thread.join(LIMIT_S)
 
 
+def test_an_interrupt_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come between the lines of a condition's ``__enter__``; between those of a lock's there are none."""
+    _, kv = small_pool()
+    engine = ThreadedCopies(kv, small_rows(kv), threads=1, load_timeout_s=LIMIT_S)
+
+    def interrupted(condition: threading.Condition) -> bool:
+        condition.acquire()
+        raise KeyboardInterrupt
+
+    store = Copy(STORE, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "__enter__", interrupted)
+        engine.submit([store])
+        engine.fence([store])
+        assert [copy.state for copy in engine.poll()] == [CopyState.DONE]
+        engine.close()
+
+
 def test_only_pools_that_can_be_copied(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LayoutMismatch, match=r"this one is on meta"):
         open_copies(PagedKV(torch.zeros(1, 2, 2, 2, 1, 1, device="meta")), 2)
