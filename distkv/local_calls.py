@@ -139,7 +139,12 @@ class LocalCalls:
             self._books.tier.engine.wait(timeout_s)
 
     def settle(self, timeout_s: float = 30.0) -> bool:
-        """Waits between two steps until no copy is under way, and takes note of them. False: one still is by then."""
+        """Waits between two steps until no copy is under way, and takes note of them. False: one still is by then.
+
+        Raises SequenceError between begin and end of a step, whose ballot counts on host pages as they were at begin.
+        """
+        if self._agreement.ballot is not None:
+            raise SequenceError("settle between begin_step and end_step; it belongs between two steps")
         end = time.monotonic() + timeout_s
         while self._books.tier is not None and self._books.tier.in_flight:
             if time.monotonic() >= end:

@@ -265,13 +265,13 @@ class TieredIndex(PrefixIndex):
 
     # ---- suspended requests
 
-    def keep(self, request_id: str, pages: Ids, owners: int = 1) -> int:
+    def keep(self, request_id: str, pages: Ids) -> int:
         """Moves the last of a suspended sequence's stored pages to the share of suspended requests. Returns how many.
 
         They are those that nobody but it has, from its last page up; all of them, or none if the share is too small.
-        The sequence still owns them, ``owners`` times.
+        The sequence still owns them.
         """
-        runs = self._own_tail(pages, owners)
+        runs = self._own_tail(pages)
         count = sum(take for _, take in runs)
         kept = self.tier.pages
         fresh = [h for run, take in runs for h in self._backup[run.page_ids(run.resident - take, run.resident)].tolist()
@@ -288,13 +288,13 @@ class TieredIndex(PrefixIndex):
         self.tier.kept.setdefault(request_id, []).extend(names)
         return len(names)
 
-    def _own_tail(self, pages: Ids, owners: int) -> list[tuple[Run, int]]:
+    def _own_tail(self, pages: Ids) -> list[tuple[Run, int]]:
         """The runs at the end of a sequence's pages, last first, with how many of their last pages only it has."""
         found: list[tuple[Run, int]] = []
         last: Run | None = None
         for page in reversed(pages.tolist()):
             run = self.entries.run_with(page)
-            alone = self.pool.owners[page] == owners and not self.pool.holds[page]
+            alone = self.pool.owners[page] == 1 and not self.pool.holds[page]
             if run is None or not alone:
                 break
             if run is last:

@@ -190,11 +190,6 @@ class HostTier:
         """Copies that have not ended."""
         return len(self._storing) + len(self._loading)
 
-    @property
-    def running_loads(self) -> Sequence[Copy]:
-        """Loads that have not ended."""
-        return tuple(self._loading)
-
     def owned(self) -> list[int]:
         """Device pages that copies own: each has one owner on that account."""
         return [copy.device for copy in (*self._orphans, *self.prefetches.values())]

@@ -7,11 +7,20 @@ import threading
 import pytest
 import torch
 
-from distkv import InvariantError, PagedKV, PeerFailed, PrefixCache, RequestError, SoloGroup
+from distkv import (
+    InvariantError,
+    Message,
+    PagedKV,
+    PeerFailed,
+    PrefixCache,
+    RequestError,
+    SequenceError,
+    SoloGroup,
+)
 from distkv.host.opening import open_on_all
 from distkv.start import Start
 from tests.core import test_tiers
-from tests.core.helpers import FINGERPRINT, prefill
+from tests.core.helpers import FINGERPRINT, prefill, request
 from tests.core.test_read_in import Group
 from tests.simulation.stage import A, B, Stage, tail_on_host
 
@@ -33,8 +42,8 @@ def test_growth_granted_by_a_step_commutes_with_the_calls_in_flight() -> None:
 def test_the_group_goes_on_after_a_lookup_that_failed_while_prefetching(lookups: int) -> None:
     stage = tail_on_host(8, 8, B, prefetch=True)
     stage.step(("z", [9], 12))
-    for request in (("a", A[:7], 1), ("b", B, 1)):
-        assert stage.step(request).waiting[0].request_id == "a"
+    for asked in (("a", A[:7], 1), ("b", B, 1)):
+        assert stage.step(asked).waiting[0].request_id == "a"
     stage.group.fail_next_begin(0, lookups)
     stage.begin()
     assert [type(outcome) for outcome in stage.group.end()] == [PeerFailed, PeerFailed]
@@ -57,6 +66,23 @@ def test_prefetched_pages_may_arrive_in_any_order() -> None:
         copies.finish(load)
     group.step()
     assert cache.stats().pages_cached == 4
+
+
+def test_nobody_hears_of_copies_while_a_ballot_counts_on_them() -> None:
+    """A load would read what a store that has failed meanwhile was to write."""
+    tiers = test_tiers.Tiers()
+    tiers.serve("1", test_tiers.A)
+    tiers.cache._books.index.evict(4)
+    tiers.cache._books.tier.flush()  # type: ignore[union-attr]
+    for store in tiers.copies.running:
+        tiers.copies.doom(store)
+    tiers.cache.begin_step(Message(requests=(request(tiers.cache, "2", test_tiers.A),)))
+    tiers.copies.finish_all()
+    with pytest.raises(SequenceError, match="between two steps"):
+        tiers.cache.settle()
+    assert tiers.cache.end_step().loading
+    assert not tiers.settle().ready, "it waits again"
+    assert tiers.settle().ready[0].cached_tokens == 0
 
 
 def suspended() -> test_tiers.Tiers:
