@@ -149,12 +149,16 @@ class CudaCopies(TrackedCopies):
         except RuntimeError as error:  # torch's, of the device or of its memory
             batch.error = error
             logger.warning("%d copies between the GPU and the host failed: %s", len(copies), error)
-        try:
-            batch.ended.record(stream)  # after a failure, too: something of it may have been launched
-        except RuntimeError as error:
-            batch.error, batch.unknown = batch.error or error, True
-        self._launched[kind].append(batch)
-        self._batch_of.update(dict.fromkeys(batch.copies, batch))
+        except BaseException as error:  # an interrupt
+            batch.error = error
+            raise
+        finally:  # whatever came of it: something of it may have been launched, which close has to wait for
+            try:
+                batch.ended.record(stream)
+            except RuntimeError as error:
+                batch.error, batch.unknown = batch.error or error, True
+            self._launched[kind].append(batch)
+            self._batch_of.update(dict.fromkeys(batch.copies, batch))
 
     def _move(self, kind: Kind, copies: list[Copy]) -> None:
         """Launches one batch on the current stream, which is that of its kind."""

@@ -226,6 +226,23 @@ def test_a_batch_that_cannot_be_launched_fails_and_the_next_goes_on(caplog: pyte
     assert "out of memory" in str(bad.error)
 
 
+def test_close_waits_for_what_an_interrupted_launch_has_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = make()
+    copy, move = Copy(STORE, 0, 0), engine._move
+
+    def interrupted(kind: Kind, copies: list[Copy]) -> None:
+        move(kind, copies)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_move", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit([copy])
+    engine.close()
+    assert not engine.device.streams[1].queue
+    assert engine.poll() == [copy]
+    assert copy.state is CopyState.FAILED
+
+
 def test_a_device_that_fails_ends_all_copies() -> None:
     _, engine = make()
     copies = [Copy(STORE, 0, 0), Copy(LOAD, 1, 1)]
