@@ -106,13 +106,15 @@ class ThreadedCopies(TrackedCopies):
                     self._over.append((job.copy, CopyFailed("the copy engine was closed before this copy began"), 0.0))
             self._todo.notify_all()
         atexit.unregister(self._at_exit)
-        end = time.monotonic() + self._limit_s
-        for thread in self._threads:
-            thread.join(min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX))
-        if any(thread.is_alive() for thread in self._threads):
+        with self._lock:
+            ended = self._done.wait_for(lambda: not any(job.started and not job.ended for job in self._jobs.values()),
+                                        min(self._limit_s, threading.TIMEOUT_MAX))
+        if not ended:
             logger.warning("a copy between pool and host did not end within %g s and is left behind, with the host's "
                            "memory; its thread ends with it", self._limit_s)
         else:
+            for thread in self._threads:  # none moves anything, so each ends at once
+                thread.join()
             self._places.clear()
             self.rows.close()
 

@@ -249,6 +249,14 @@ def test_a_load_that_takes_too_long_is_overdue_and_still_ends(caplog: pytest.Log
     assert load.state is CopyState.DONE and load.overdue
 
 
+def test_an_idle_engine_leaves_nothing_behind_however_short_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Gated(small_pool()[1], threads=4, load_timeout_s=1e-9)
+    chunk = weakref.ref(engine.rows.row(0).untyped_storage())
+    engine.close()
+    assert not any(thread.is_alive() for thread in engine._threads)
+    assert (caplog.records, chunk()) == ([], None)
+
+
 def test_loads_are_measured_and_stores_are_not(make: Callable[..., Gated]) -> None:
     engine = make(threads=2)
     store = Copy(STORE, 0, 0)
