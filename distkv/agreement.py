@@ -22,6 +22,11 @@ from distkv.sequence import Sequence
 __all__ = ["Agreement"]
 
 
+def _wants(pending: Pending, at: int, key: int) -> bool:
+    """Whether the request may use the page of this name at this position of its chain, from either tier."""
+    return pending.read_in and at < pending.limit and pending.chain.keys[at] == key
+
+
 class Agreement(Agreed):
     """One step after another, on what this rank has agreed on with the others. Owns the ballot in flight."""
 
@@ -108,11 +113,9 @@ class Agreement(Agreed):
 
     def _being_read_in(self, pending: Pending) -> bool:
         """Whether pages of this request are being read in for another one: agreed, as names and lengths are."""
-        if not pending.read_in:
-            return False
-        keys, limit = pending.chain.keys, pending.limit
-        return any(sequence.read_in is not None and (at := sequence.read_in.first) < limit
-                   and keys[at] == sequence.chain.keys[at] for sequence in self.loading.values())
+        return any(sequence.read_in is not None
+                   and _wants(pending, at := sequence.read_in.first, sequence.chain.keys[at])
+                   for sequence in self.loading.values())
 
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
@@ -167,8 +170,7 @@ class Agreement(Agreed):
     def _commit(self, ballot: Ballot, minimum: Vector) -> StepResult:
         """Own the agreed pages of all admitted, then drop every hold, and only then may anything be opened."""
         void = ballot.generation != self.books.generation
-        decision = ballots.decide(minimum, [row.pending.total for row in ballot.rows],
-                                  [pages for _, pages in ballot.growths], void=void)
+        decision = self._decide(ballot, minimum, void)
         admitted = list(zip(ballot.rows, decision.admitted, strict=False))
         grants = [own(row, *agreed, self.books) for row, agreed in admitted if not row.pending.aborted]
         ballot.let_go(self.books)
@@ -188,6 +190,22 @@ class Agreement(Agreed):
             self.books.tier.flush()
         self._leftover = decision.leftover
         return self._result(tuple(ready), grown, decision, ballot)
+
+    def _decide(self, ballot: Ballot, minimum: Vector, void: bool) -> Decision:
+        """The decision. A row that shares pages with one that is to be read in waits for it, with all behind it."""
+        totals, growths = [row.pending.total for row in ballot.rows], [pages for _, pages in ballot.growths]
+        decision = ballots.decide(minimum, totals, growths, void=void)
+        reads: list[tuple[int, int]] = []  # a page that is to be read in: its position and its key
+        for i, (row, (matched, restorable)) in enumerate(zip(ballot.rows, decision.admitted, strict=False)):
+            if any(_wants(row.pending, at, key) for at, key in reads):
+                ballot.behind = (*(other.pending for other in ballot.rows[i:]), *ballot.behind)
+                for other in ballot.rows[i:]:
+                    other.let_go(self.books)
+                del ballot.rows[i:]
+                return ballots.decide(minimum, totals[:i], growths, void=void)
+            if restorable > matched:
+                reads.append((matched, row.pending.chain.keys[matched]))
+        return decision
 
     def _read_in(self, ballot: Ballot, minimum: Vector) -> list[Sequence]:
         """Sequences that all ranks have read in whole run; those whose reading ended short wait again."""

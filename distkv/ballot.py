@@ -126,6 +126,15 @@ class Row:
     """The host pages behind them, in chain order, while this ballot is a reader of each: those worth reading in."""
     live: int = 0
 
+    def let_go(self, books: Books) -> None:
+        """Gives back its holds, in both tiers."""
+        held, self.held = self.held, NO_PAGES
+        if len(held):
+            books.unhold(held)
+        hosts, self.hosts = self.hosts, []
+        if hosts and books.tier is not None:
+            books.tier.let_go(hosts)
+
 
 @dataclass(slots=True)
 class Ballot:
@@ -147,12 +156,7 @@ class Ballot:
     def let_go(self, books: Books) -> None:
         """Gives back all holds, in both tiers."""
         for row in self.rows:
-            held, row.held = row.held, NO_PAGES
-            if len(held):
-                books.unhold(held)
-            hosts, row.hosts = row.hosts, []
-            if hosts and books.tier is not None:
-                books.tier.let_go(hosts)
+            row.let_go(books)
 
     @property
     def reading(self) -> list[int]:

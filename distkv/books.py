@@ -233,12 +233,23 @@ class Books:
         return int(np.count_nonzero((waiting > 0) & (waiting == self.pool.owners)))
 
     def poll(self) -> None:
-        """Takes note of the copies that have ended: prefetched pages are in the index from now on."""
-        if self.tier is None or self.tiered is None:
+        """Takes note of the copies that have ended: prefetched pages are in the index from now on.
+
+        One that is there before the page ahead of it stays with its copy, as long as another prefetch is under way.
+        """
+        tier, tiered = self.tier, self.tiered
+        if tier is None or tiered is None:
             return
-        for copy in sorted(self.tier.poll(), key=lambda copy: copy.order):  # a page enters below the one ahead of it
-            self.tiered.loaded(copy)
-            self.free(np.array([copy.device]))
+        tier.poll()
+        if not tier.prefetches:
+            return
+        under_way = tier.prefetching
+        for copy in tier.arrived():
+            if tiered.loaded(copy):
+                del tier.prefetches[copy.host]
+                self.free(np.array([copy.device]))
+            elif not under_way or not tiered.awaits(copy):
+                tier.drop_prefetch(copy)
 
     def retired(self, step: int) -> None:
         """All forwards launched up to step ``step`` have ended."""
@@ -276,7 +287,7 @@ class Books:
             return
         self.epoch += 1
         if self.tier is not None:
-            self.tier.orphan_prefetches()  # or the device would have pages from before
+            self.tier.drop_prefetches()  # or the device would have pages from before
         if weights_version is not None:
             self.namer = self.namer.with_weights(weights_version)
         if scope == "device" and self.tiered is not None:

@@ -127,8 +127,8 @@ class HostConfig(Section):
     """How many loading sequences one step considers. It sets the size of the collective."""
 
     load_timeout_s: float = setting(10.0, agreed=False, low=0.001, high=86_400)
-    """Seconds that a load may take. Then the request goes on without it, on every rank, and computes those pages
-    again."""
+    """Seconds that a load may take, without its wait for others that go on. Then the request goes on without it, on
+    every rank, and computes those pages again."""
 
     skip_slow_loads: bool = setting(True, agreed=False)
     """Whether pages are computed again where loading them would take longer, as far as both have been measured."""

@@ -110,6 +110,11 @@ class TieredIndex(PrefixIndex):
         """:meth:`promote` for what a load has brought, unless its host page holds something else by now."""
         return copy.use == self.tier.pages.uses[copy.host] and self.promote(copy.device, copy.host)
 
+    def awaits(self, copy: Copy) -> bool:
+        """Whether what the load has brought may still enter, once the entry above it is on the device."""
+        current = copy.use == self.tier.pages.uses[copy.host]
+        return current and self.entries.run_with(self.base + copy.host) is not None
+
     def _place(self, run: Run, offset: int, place: int) -> None:
         """The entry's place is another one from now on; its last hit stays what it was."""
         old = run.pages[offset]

@@ -19,7 +19,8 @@ class TrackedCopies(CopyEngine):
     """An engine but for what moves bytes: a subclass starts copies and says which have ended, with what error.
 
     All methods are the cache's thread's; a subclass's own threads touch no copy's state. ``load_timeout_s``: a load
-    that runs for longer is overdue; it is also the limit of :meth:`close`.
+    that runs for longer is overdue, or that waits for so long while no other copy ends; it is also the limit of
+    :meth:`close`.
     """
 
     def __init__(self, *, pages: float = math.inf, host_pages: float = math.inf,
@@ -31,6 +32,7 @@ class TrackedCopies(CopyEngine):
         self._submitted = 0
         self._closed = False
         self._page_s: float | None = None
+        self._last_end = -math.inf
 
     # ---- the subclass's part
 
@@ -107,6 +109,7 @@ class TrackedCopies(CopyEngine):
 
     def _end(self, copy: Copy, error: BaseException | None) -> None:
         del self._running[copy]
+        self._last_end = time.monotonic()
         copy.state, copy.error = (CopyState.DONE, None) if error is None else (CopyState.FAILED, error)
         self._news.append(copy)
 
@@ -125,8 +128,12 @@ class TrackedCopies(CopyEngine):
         for copy, since in self._running.items():
             if now - since <= self._limit_s:
                 break  # and so are all that came later
-            if copy.kind is Kind.LOAD:
+            if copy.kind is Kind.LOAD and now - self._begun(copy, since) > self._limit_s:
                 copy.overdue = True
+
+    def _begun(self, copy: Copy, submitted: float) -> float:
+        """Since when its time counts: not while it only waits for others that go on."""
+        return max(submitted, self._last_end)
 
 
 def source_failed(copy: Copy) -> CopyFailed:

@@ -33,6 +33,8 @@ class _Job:
     """How many copies have to end before it may start."""
     followers: list[_Job] = field(default_factory=list)
     started: bool = False
+    begun: float = 0.0
+    """When it started, by the monotonic clock."""
     ended: bool = False
     error: BaseException | None = None
 
@@ -152,6 +154,10 @@ class ThreadedCopies(TrackedCopies):
             finally:
                 self._awaited = set()  # an interrupt, too
 
+    def _begun(self, copy: Copy, submitted: float) -> float:
+        job = self._jobs.get(copy)
+        return job.begun if job is not None and job.started else super()._begun(copy, submitted)
+
     # ---- with the lock held
 
     def _before(self, job: _Job) -> list[_Job]:
@@ -228,7 +234,7 @@ class ThreadedCopies(TrackedCopies):
         while self._ready and not self._closing:
             _, _, job = heapq.heappop(self._ready)
             if not job.started:
-                job.started = True
+                job.started, job.begun = True, time.monotonic()
                 return job
         return None
 

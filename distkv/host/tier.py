@@ -40,7 +40,8 @@ class HostTier:
         self.ordered: Callable[[Copy], None] = lambda copy: None
         """``ordered(copy)``: a copy was ordered, and no byte of it has moved yet. For whoever follows the bytes."""
         self.prefetches: dict[int, Copy] = {}
-        """Loads that nobody waits for yet, by host page; their device pages are owned by them."""
+        """Loads that nobody waits for yet, by host page; their device pages are owned by them, until the index has
+        them. One that has ended waits here for those of the pages ahead of it."""
         self.kept: dict[str, list[int]] = {}
         """Host pages that suspended requests count on, by request id."""
         self.stores = self.loads = self.store_failures = self.load_failures = self.dropped = self.prefetched = 0
@@ -108,14 +109,37 @@ class HostTier:
         self.prefetches[host] = self.load(host, device)
         self.prefetched += 1
 
-    def orphan_prefetches(self) -> None:
-        """What they bring is of no use any more."""
-        self._orphans.update(self.prefetches.values())
-        self.prefetches.clear()
+    def drop_prefetch(self, copy: Copy) -> None:
+        """What it brings is of no use any more: its device page is free, or will be when the copy has ended."""
+        del self.prefetches[copy.host]
+        if copy in self._loading:
+            self._orphans.add(copy)
+        else:
+            self._pool.disown(np.array([copy.device]))
+
+    def drop_prefetches(self) -> None:
+        """:meth:`drop_prefetch`, for all."""
+        for copy in list(self.prefetches.values()):
+            self.drop_prefetch(copy)
 
     def claim(self, host: int) -> Copy | None:
         """The prefetch of this host page, whose device page is the caller's from now on; None if there is none."""
-        return self.prefetches.pop(host, None)
+        copy = self.prefetches.get(host)
+        if copy is None:
+            return None
+        if copy.use != self.pages.uses[host]:  # it brought what the host page held before
+            self.drop_prefetch(copy)
+            return None
+        return self.prefetches.pop(host)
+
+    def arrived(self) -> list[Copy]:
+        """Prefetches that have ended well, in the order in which they were asked for."""
+        return [copy for copy in self.prefetches.values() if copy not in self._loading]
+
+    @property
+    def prefetching(self) -> bool:
+        """Whether one is still under way, and not overdue."""
+        return any(copy in self._loading and not copy.overdue for copy in self.prefetches.values())
 
     # ---- readers and keeps
 
@@ -137,16 +161,14 @@ class HostTier:
 
     # ---- ends
 
-    def poll(self) -> list[Copy]:
-        """Takes note of copies that have ended. Gives the prefetches that went well: their pages are the caller's."""
+    def poll(self) -> None:
+        """Takes note of copies that have ended."""
         self.flush()
-        arrived = []
         for copy in self.engine.poll():
             if copy.kind is Kind.STORE:
                 self._stored(copy)
-            elif self._loaded(copy):
-                arrived.append(copy)
-        return arrived
+            else:
+                self._loaded(copy)
 
     def _stored(self, copy: Copy) -> None:
         del self._storing[copy.host]
@@ -159,22 +181,18 @@ class HostTier:
         elif idle:
             self.idle(copy.host)
 
-    def _loaded(self, copy: Copy) -> bool:
-        """Whether it is a prefetch that went well."""
+    def _loaded(self, copy: Copy) -> None:
         self._loading.discard(copy)
         if copy.state is CopyState.FAILED:
             self.load_failures += 1
             self.broken(copy.host)
-        prefetched = self.prefetches.get(copy.host) is copy
-        if prefetched:
-            del self.prefetches[copy.host]
-        good = prefetched and copy.state is CopyState.DONE
-        if copy in self._orphans or (prefetched and not good):
+            if self.prefetches.get(copy.host) is copy:
+                self.drop_prefetch(copy)
+        if copy in self._orphans:
             self._orphans.discard(copy)
             self._pool.disown(np.array([copy.device]))
         if self.pages.unread(copy.host):
             self.idle(copy.host)
-        return good
 
     def close(self) -> None:
         """Waits for the copies that run, within their engine's time limit, and gives its memory back."""

@@ -159,6 +159,21 @@ def test_who_shares_the_pages_waits_for_them() -> None:
     assert [s.id for s in results[0].ready] == ["y", "z"] and results[0].ready[0].cached_tokens == 8
 
 
+def test_two_of_one_ballot_read_nothing_twice() -> None:
+    """The second waits for the first one's load, and so does who comes behind it; on every rank."""
+    group = Group(pages=(16, 20, 18))
+    group.serve("1", A)
+    for cache in group.caches[:2]:
+        cache._books.index.evict(16)
+    group.settle()
+    results = group.step(("x", A), ("y", [*A, 1]), ("z", OTHERS[0][:1]))
+    assert [(w.request_id, w.why) for w in results[2].waiting] == [("y", "being read in"), ("z", "behind it")]
+    assert [len(group.loads(rank)) for rank in range(3)] == [4, 4, 0]
+    assert [cache.stats().pages_held for cache in group.caches] == [0, 0, 0]
+    assert [s.id for s in group.settle()[0].ready] == ["x"]
+    assert [(s.id, s.cached_tokens) for s in group.step()[1].ready] == [("y", 8), ("z", 0)]
+
+
 def test_an_abort_of_what_is_read_in() -> None:
     group = Group().cached()
     group.step(("3", A))
@@ -242,6 +257,26 @@ def test_prefetch_while_a_request_waits() -> None:
         sequence.abort()
     results = group.step()
     assert [(s.id, s.cached_tokens, s.record.host_tokens) for s in results[0].ready] == [("huge", 0, 0), ("next", 8, 0)]
+
+
+def test_prefetched_pages_may_come_in_any_order() -> None:
+    """A page that is there before the one ahead of it is kept, not loaded again."""
+    group = Group(pages=(16,), hosts=(16,), host={"prefetch": True})
+    group.serve("1", A)
+    group.caches[0]._books.index.evict(16)
+    group.settle()
+    (running,) = group.step(("big", [7] * 19))[0].ready
+    group.step(("huge", [8] * 20), ("next", A))
+    group.step()
+    loads = group.loads(0)
+    for copy in reversed(loads):
+        group.copies[0].finish(copy)
+        group.step()
+    stats = group.caches[0].stats()
+    assert (stats.loads, stats.prefetched, stats.pages_live) == (4, 4, 0)
+    books = group.caches[0]._books
+    assert books.on_device(books.match(group.caches[0].chain(A), 4)) == 4
+    running.abort()
 
 
 def test_a_prefetch_under_way_is_taken_over() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from distkv.errors import CopyFailed, HostMemoryError, InvariantError, LayoutMismatch
+from distkv.host._engine import TrackedCopies
 from distkv.host.copies import Copy, CopyState, Kind
 from distkv.host.kv import PagedKV
 from distkv.host.memory import HostRows
@@ -380,3 +382,36 @@ def test_rows_hold_what_the_pool_held(make: Callable[..., Gated]) -> None:
     engine.submit([copy])
     drain(engine, [copy])
     assert torch.equal(engine.rows.row(2), row_of(engine._kv, 4))
+
+
+def test_a_load_that_waits_for_others_that_go_on_is_not_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst takes as long as it takes; what counts is a copy of its own, or that nothing ends any more."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class OneByOne(TrackedCopies):
+        def __init__(self) -> None:
+            super().__init__(load_timeout_s=10.0)
+            self.over: list[Copy] = []
+
+        def _start(self, copies: list[Copy]) -> None: ...
+        def _fence(self, copies: list[Copy]) -> None: ...
+        def wait(self, timeout_s: float) -> None: ...
+        def close(self) -> None: ...
+
+        def _collect(self) -> list[tuple[Copy, BaseException | None]]:
+            over, self.over = self.over, []
+            return [(copy, None) for copy in over]
+
+    engine, loads = OneByOne(), [Copy(LOAD, i, i) for i in range(5)]
+    engine.submit(loads)
+    for copy in loads[:-1]:
+        now[0] += 9.0
+        engine.over.append(copy)
+        assert engine.poll() == [copy]
+        assert not any(copy.overdue for copy in loads)
+    now[0] += 9.0
+    assert not engine.poll() and not loads[-1].overdue
+    now[0] += 2.0
+    engine.poll()
+    assert loads[-1].overdue
