@@ -56,7 +56,8 @@ class Copy:
     state: CopyState = CopyState.PREPARED
     error: BaseException | None = None
     overdue: bool = False
-    """A load that has run, or waited without another one ending, for longer than the limit. It still runs: its pages stay in use until it ends."""
+    """A load that has run, or waited without another one ending, for longer than the limit. It still runs: its pages
+    stay in use until it ends."""
     order: int = 0
     """Set by its engine: the how-manieth copy it is."""
     use: int = 0

@@ -84,11 +84,15 @@ def open_tier(config: Config, start: Start, pool: PagePool, kv: PagedKV | None,
     if not start.host_pages:
         return None
     host = config.host
+    try:  # before threads and memory are taken, which would have to be given back
+        pages = HostPages(start.host_pages, host.preemption_pages)
+    except MemoryError as error:
+        raise HostMemoryError(f"no memory for the books of {start.host_pages} host pages; lower host.pages (or "
+                              "host.gib_per_rank, host.gib_per_node)", asked=0, got=0) from error
     if copies is None:
         from distkv.host.open import open_copies
 
         assert kv is not None
         copies = open_copies(kv, start.host_pages, chunk_gib=host.chunk_gib, threads=host.copy_threads,
                              load_timeout_s=host.load_timeout_s, require_pinned=host.require_pinned)
-    return HostTier(HostPages(start.host_pages, host.preemption_pages), copies, pool,
-                    write_ahead=host.write_policy == "finish")
+    return HostTier(pages, copies, pool, write_ahead=host.write_policy == "finish")

@@ -136,6 +136,17 @@ def test_no_tier_is_left_if_the_others_are_not_heard_of() -> None:
     assert threading.enumerate() == before
 
 
+def test_no_tier_is_left_if_its_books_find_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(pages: int, preemption: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(opening, "HostPages", none_left)
+    before = threading.enumerate()
+    with pytest.raises(HostMemoryError, match=r"books of 8 host pages; lower host\.pages"):
+        PrefixCache(test_tiers.config(4, 8), FINGERPRINT, kv=PagedKV(torch.zeros(1, 2, 4, 2, 1, 8)))
+    assert threading.enumerate() == before
+
+
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("so")])
 def test_whatever_keeps_a_rank_from_its_tier_is_told(error: Exception) -> None:
     def fails() -> None:

@@ -149,7 +149,13 @@ def test_what_a_load_or_a_fence_waits_for_overtakes_too(make: Callable[..., Gate
     engine.arrived.acquire(timeout=LIMIT_S)
     load = Copy(LOAD, 4, 0, source=stores[5])
     engine.submit([load])
-    threading.Thread(target=gate.set).start()
+
+    def open_when_the_fence_waits() -> None:
+        while not engine._awaited:
+            time.sleep(0)
+        gate.set()
+
+    threading.Thread(target=open_when_the_fence_waits).start()
     engine.fence([stores[2]])
     assert stores[2] in engine.moved
     drain(engine, [*stores, load])
