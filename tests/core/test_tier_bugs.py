@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distkv import (
+    HostMemoryError,
     InvariantError,
     Message,
     PagedKV,
@@ -17,6 +18,7 @@ from distkv import (
     SequenceError,
     SoloGroup,
 )
+from distkv.host import opening
 from distkv.host.opening import open_on_all
 from distkv.start import Start
 from tests.core import test_tiers
