@@ -16,9 +16,9 @@ from distkv.entries import Match
 from distkv.errors import InvariantError, NoRoom
 from distkv.host.tier import HostTier
 from distkv.index import PrefixIndex
+from distkv.keeping import KeepingIndex
 from distkv.keys import roll
 from distkv.pages import Ids, PagePool, Pages, positions
-from distkv.tiered import TieredIndex
 
 
 class Call(IntEnum):
@@ -77,12 +77,12 @@ class Books:
         self.pool = pool
         self.tier = tier
         self.index: PrefixIndex
-        self.tiered: TieredIndex | None = None
+        self.tiered: KeepingIndex | None = None
         """The index, if it has two tiers."""
         if tier is None:
             self.index = PrefixIndex(pool, page_size)
         else:
-            self.index = self.tiered = TieredIndex(pool, page_size, tier)
+            self.index = self.tiered = KeepingIndex(pool, page_size, tier)
         self.store_at_fill = store_at_fill
         self.asynchronous = asynchronous
         self.reserved = 0

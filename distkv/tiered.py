@@ -21,9 +21,10 @@ from distkv.pages import Ids, PagePool, positions
 from distkv.policy import Queue
 from distkv.runs import Root, Run
 
-__all__ = ["TieredIndex"]
+__all__ = ["NONE", "TieredIndex"]
 
-_NONE = -1
+NONE = -1
+"""No page."""
 
 
 class TieredIndex(PrefixIndex):
@@ -37,8 +38,8 @@ class TieredIndex(PrefixIndex):
         super().__init__(pool, page_size, tier.pages.total)
         self.tier = tier
         self.base = pool.total
-        self._backup = np.full(pool.total, _NONE, np.int32)  # of a device page: its host page
-        self._original = np.full(tier.pages.total, _NONE, np.int32)  # and the other way round
+        self._backup = np.full(pool.total, NONE, np.int32)  # of a device page: its host page
+        self._original = np.full(tier.pages.total, NONE, np.int32)  # and the other way round
         self._resident = 0
         self._host_queue = Queue(self.base + tier.pages.total, self.recency.stamps)
         tier.broken, tier.idle = self.host_broken, self._offer_host
@@ -57,7 +58,7 @@ class TieredIndex(PrefixIndex):
         """The longest prefixes of both tiers; together they have every entry."""
         for found in self.entries.prefixes(hosts=True):
             on_device = found.pages < self.base
-            pages = np.where(on_device, found.pages, _NONE)
+            pages = np.where(on_device, found.pages, NONE)
             hosts = np.where(on_device, self._backup[pages], found.pages - self.base)
             yield found._replace(pages=pages.astype(np.int32), hosts=hosts.astype(np.int32))
 
@@ -119,7 +120,7 @@ class TieredIndex(PrefixIndex):
         """The entry's place is another one from now on; its last hit stays what it was."""
         old = run.pages[offset]
         run.pages[offset] = place
-        self.entries.run_of[old] = _NONE
+        self.entries.run_of[old] = NONE
         self.entries.run_of[place] = run.slot
         self.recency.stamp[place] = self.recency.stamp[old]
 
@@ -153,7 +154,7 @@ class TieredIndex(PrefixIndex):
         tier, hosts, backups = self.tier, [], []
         for page in pages:
             host = int(self._backup[page])
-            if host != _NONE:
+            if host != NONE:
                 tier.pages.read_one(host)  # or it would be given up for one of the others
                 backups.append(host)
             else:
@@ -174,7 +175,7 @@ class TieredIndex(PrefixIndex):
             offset = run.resident - 1
             page = run.pages[offset]
             self._place(run, offset, self.base + host)
-            self._backup[page] = self._original[host] = _NONE
+            self._backup[page] = self._original[host] = NONE
             run.set_resident(offset)
             self._resident -= 1
             self.pool.leave_one(page)
@@ -207,7 +208,7 @@ class TieredIndex(PrefixIndex):
             if not self.tier.pages.idle(host):
                 continue
             device = int(self._original[host])
-            if device != _NONE:
+            if device != NONE:
                 if stamp[device] > stamp[place]:
                     stamp[place] = stamp[device]
                     self._host_queue.push(place)
@@ -230,15 +231,15 @@ class TieredIndex(PrefixIndex):
             self._offer_host(run.pages[-1] - self.base)
 
     def _drop_backup(self, host: int) -> None:
-        self._backup[self._original[host]] = _NONE
-        self._original[host] = _NONE
+        self._backup[self._original[host]] = NONE
+        self._original[host] = NONE
         self.tier.pages.leave(host)
 
     def host_broken(self, host: int) -> None:
         """The host page holds nothing of use: a backup is forgotten, an entry leaves with its descendants."""
         if not self.tier.pages.indexed(host):
             return
-        if self._original[host] != _NONE:
+        if self._original[host] != NONE:
             self._drop_backup(host)
         else:
             self.drop(self.base + host)
@@ -248,9 +249,9 @@ class TieredIndex(PrefixIndex):
         device = at[at < self.base]
         self._resident -= len(device)
         for host in (*self._backup[device].tolist(), *(at[at >= self.base] - self.base).tolist()):
-            if host != _NONE:
+            if host != NONE:
                 self._host_left(host)
-        self._backup[device] = _NONE
+        self._backup[device] = NONE
         self.pool.leave(device)
 
     def _left_one(self, place: int) -> None:
@@ -259,99 +260,14 @@ class TieredIndex(PrefixIndex):
             return
         self._resident -= 1
         host = int(self._backup[place])
-        if host != _NONE:
+        if host != NONE:
             self._host_left(host)
-            self._backup[place] = _NONE
+            self._backup[place] = NONE
         self.pool.leave_one(place)
 
     def _host_left(self, host: int) -> None:
-        self._original[host] = _NONE
+        self._original[host] = NONE
         self.tier.pages.leave(host)
-
-    # ---- suspended requests
-
-    def keep(self, request_id: str, pages: Ids) -> int:
-        """Moves the last of a suspended sequence's stored pages to the share of suspended requests. Returns how many.
-
-        They are those that nobody but it has, from its last page up; all of them, or none if the share is too small.
-        The sequence still owns them.
-        """
-        runs = self._own_tail(pages)
-        count = sum(take for _, take in runs)
-        kept = self.tier.pages
-        fresh = [h for run, take in runs for h in self._backup[run.page_ids(run.resident - take, run.resident)].tolist()
-                 if h == _NONE or not kept.is_kept(h)]
-        if not count or len(fresh) > kept.may_keep:
-            return 0
-        names: list[int] = []
-        for run, take in runs:
-            hosts = self._hosts_to_keep(run, take)
-            names += hosts
-            if len(hosts) < take:  # what could be kept of the run stays in the tier as any other page does
-                break
-            self._demote(run, hosts)
-        self.tier.kept.setdefault(request_id, []).extend(names)
-        return len(names)
-
-    def _own_tail(self, pages: Ids) -> list[tuple[Run, int]]:
-        """The runs at the end of a sequence's pages, last first, with how many of their last pages only it has."""
-        found: list[tuple[Run, int]] = []
-        last: Run | None = None
-        for page in reversed(pages.tolist()):
-            run = self.entries.run_with(page)
-            alone = self.pool.owners[page] == 1 and not self.pool.holds[page]
-            if run is None or not alone:
-                break
-            if run is last:
-                found[-1] = run, found[-1][1] + 1
-                continue
-            below = last is not None and last.parent is run and found[-1][1] == last.resident
-            if run.pages[run.resident - 1] != page or run.warm != below or (last is not None and not below):
-                break
-            found.append((run, 1))
-            last = run
-        return found
-
-    def _hosts_to_keep(self, run: Run, take: int) -> list[int]:
-        """As :meth:`_hosts_for`, out of the share of suspended requests; each is kept from now on."""
-        pages, hosts = self.tier.pages, []
-        for page in run.page_ids(run.resident - take, run.resident).tolist():
-            host = int(self._backup[page])
-            if host == _NONE:
-                if not pages.free and not self._give_up_coldest():
-                    break
-                taken = pages.take()
-                assert taken is not None
-                host = taken
-                self._backup[page], self._original[host] = host, page
-                self.tier.store(page, host)
-            pages.keep(host)
-            hosts.append(host)
-        return hosts
-
-    # ---- the end of a tier's content
-
-    def forget_device(self) -> None:
-        """No device page is indexed any more. What has a backup is on the host alone, all else leaves."""
-        todo = [run for run in self.runs() if run.resident and not run.warm]
-        while todo:
-            run = todo.pop()
-            hosts: list[int] = self._backup[run.page_ids(0, run.resident)].tolist()
-            backed = next((at for at, host in enumerate(hosts) if host == _NONE), len(hosts))
-            if backed < len(hosts):
-                self._drop_subtree(run, backed)
-            if backed:
-                self._demote(run, hosts[:backed])
-            if isinstance(run.parent, Run) and run.parent.resident and not run.parent.warm:
-                todo.append(run.parent)
-
-    def forget_host(self) -> None:
-        """No host page is indexed any more; entries on the device stay."""
-        for host in np.flatnonzero(self._original != _NONE).tolist():
-            self._drop_backup(host)
-        for run in self.runs():
-            if self.entries.runs[run.slot] is run and run.resident < len(run):
-                self._drop_subtree(run, run.resident)
 
     # ---- checks
 
@@ -359,10 +275,10 @@ class TieredIndex(PrefixIndex):
         super().check()
         pages, waiting = self.tier.pages, self._host_queue.ids()
         resident = 0
-        named: set[int] = set(self._original[np.flatnonzero(self._original != _NONE)].tolist())
-        if named != set(np.flatnonzero(self._backup != _NONE).tolist()):
+        named: set[int] = set(self._original[np.flatnonzero(self._original != NONE)].tolist())
+        if named != set(np.flatnonzero(self._backup != NONE).tolist()):
             raise InvariantError("backups and their originals disagree")
-        hosts = set(np.flatnonzero(self._original != _NONE).tolist())
+        hosts = set(np.flatnonzero(self._original != NONE).tolist())
         for run in self.runs():
             resident += run.resident
             places = run.pages[run.resident :]
@@ -372,7 +288,7 @@ class TieredIndex(PrefixIndex):
             tail = run.pages[-1]
             if tail >= self.base and not run.children and pages.idle(tail - self.base) and tail not in waiting:
                 raise InvariantError(f"host page {tail - self.base}, the idle tail of {run}, is not offered")
-        for host in np.flatnonzero(self._original != _NONE).tolist():
+        for host in np.flatnonzero(self._original != NONE).tolist():
             if pages.idle(host) and self.base + host not in waiting:
                 raise InvariantError(f"host page {host}, an idle backup, is not offered")
         if resident != self._resident:

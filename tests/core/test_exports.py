@@ -16,8 +16,8 @@ from distkv import errors
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
            "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
-           "tiered", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies", "host.pages",
-           "host.tier", "host.layout"]
+           "tiered", "keeping", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies",
+           "host.pages", "host.tier", "host.layout"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog",
@@ -25,7 +25,7 @@ CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "torch_gro
 LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml", "memory",
            "_text", "host.copies", "host.layout"], ["chain", "host.budget"],
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
-          ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"],
+          ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"], ["keeping"],
           ["books"], ["readin"], ["request", "sequence"], ["ballot", "tables", "stats"],
           ["waiting", "admission", "preemption", "prefetch"], ["agreed"], ["group", "agreement", "watchdog"],
           ["torch_group", "mpi_group", "start", "lockstep", "host.opening", "local_calls"], ["cache"]]
