@@ -53,14 +53,12 @@ class Preemption:
 
     @staticmethod
     def victims(running: Mapping[str, Sequence]) -> tuple[str, ...]:
-        """The last admitted sequence, unless it is the only one: the first can always go on to its end.
+        """The last admitted sequence, unless it is the only one that can run: the first always goes on to its end.
 
         Nobody while the last is read in; in one of the next steps it can be suspended.
         """
-        if len(running) < 2:
-            return ()
-        last = list(running)[-1]
-        return () if running[last].read_in_progress else (last,)
+        able = [name for name, sequence in running.items() if sequence.read_in is None]
+        return (able[-1],) if len(able) > 1 and able[-1] == list(running)[-1] else ()
 
     def suspend(self, request: Request) -> None:
         """A sequence was suspended, and this is what goes on from there."""

@@ -106,8 +106,9 @@ class Execution:
         for sequence in result.ready:
             self._admit(sequence)
         self._loading = bool(result.loading)
-        if any(running.growing for running in self.running.values()):  # or it was for one that has ended since
-            for name in result.to_preempt:
+        for name in result.to_preempt:
+            # else it was for one that has ended since, or those that had the room have
+            if len(self.running) > 1 and any(running.growing for running in self.running.values()):
                 self._suspend(name)
         for name in self._to_suspend:
             self._suspend(name)
