@@ -60,13 +60,13 @@ class PrefixCache(LocalCalls):
         tier that the memory of a node cannot hold; HostMemoryError, on every rank, if one cannot have it after all.
         """
         check_arguments(config, fingerprint, group)
-        check_memory(config, kv, copies)
+        check_memory(kv, copies)
         self.config = config
         self._group = group if group is not None else SoloGroup()
         self._group.configure(config.group)
         cache, pool = config.cache, PagePool(config.pool.pages, config.pool.scratch_pages)
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
-        start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv))
+        start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv, copies))
         tier = open_on_all(self._group, start, lambda: open_tier(config, start, pool, kv, copies))
         try:
             self._books = Books(pool, namer, tier=tier,

@@ -9,7 +9,7 @@ from typing import Any
 
 from distkv.chain import Namer
 from distkv.config import Config, HostConfig, agreed_fields
-from distkv.errors import GroupMismatch, MessageError
+from distkv.errors import ConfigError, GroupMismatch, MessageError
 from distkv.group import Group
 from distkv.host.budget import HostAsk, ranks_text, settle
 from distkv.keys import Fingerprint
@@ -71,6 +71,10 @@ def meet(group: Group, config: Config, namer: Namer, usable_pages: int, *, host:
     mine = {"fields": fields, "pages": usable_pages, "host": sizes, "ask": asdict(host)}
     told = group.exchange(json.dumps(mine, sort_keys=True).encode())
     all_ranks = [json.loads(data) for data in told]
+    for number, rank in enumerate(all_ranks):
+        if rank["ask"]["problem"] is not None:
+            path, text = rank["ask"]["problem"]
+            raise ConfigError(path, text + (f" (seen on rank {number}; no rank starts)" if len(all_ranks) > 1 else ""))
     _compare([rank["fields"] for rank in all_ranks], group.rank)
     smallest = min(int(rank["pages"]) for rank in all_ranks)
     return _settled(all_ranks, group.rank, smallest)

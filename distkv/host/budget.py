@@ -46,6 +46,8 @@ class HostAsk:
     """Of this rank's KV memory; None: the cache has only its bookkeeping."""
     layout: str | None = None
     """How the bytes of a page are laid out, but for what differs from shard to shard: has to be equal on all ranks."""
+    problem: tuple[str, str] | None = None
+    """Why this rank cannot start: the setting, and what is wrong with it. Told, so that none waits for it."""
 
     @classmethod
     def here(cls, memory: HostMemory, *, bytes_per_page: int | None = None, layout: str | None = None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distkv.config import Config
-from distkv.errors import ConfigError, HostMemoryError, MessageError
+from distkv.errors import HostMemoryError, MessageError
 from distkv.group import Group
 from distkv.host.budget import HostAsk
 from distkv.host.copies import CopyEngine
@@ -25,29 +26,35 @@ __all__ = ["ask_of", "check_memory", "open_on_all", "open_tier"]
 logger = logging.getLogger(__name__)
 
 
-def check_memory(config: Config, kv: object, copies: object) -> None:
-    """Raises MessageError or ConfigError, on this rank, for memory that does not fit the configuration."""
+def check_memory(kv: object, copies: object) -> None:
+    """Raises MessageError, on this rank, for what is no memory and no copy engine."""
     if copies is not None and not isinstance(copies, CopyEngine):
         raise MessageError(f"copies must be a distkv.CopyEngine or None, not a {type(copies).__name__}")
-    if kv is None:
-        if config.host.configured and copies is None:
-            raise ConfigError("host", "asks for a host tier, but the cache was given no memory to copy from: pass "
-                                      "kv=PagedKV(...), the engine's paged tensors")
-        return
-    if not isinstance(kv, PagedKV):
+    if kv is not None and not isinstance(kv, PagedKV):
         raise MessageError(f"kv must be a distkv.PagedKV or None, not a {type(kv).__name__}")
-    if kv.pages != config.pool.pages:
-        raise ConfigError("pool.pages", f"is {config.pool.pages}, but the engine's tensors have {kv.pages} pages")
-    if kv.layout.page_size != config.cache.page_size:
-        raise ConfigError("cache.page_size", f"is {config.cache.page_size}, but a page of the engine's tensors has "
-                                             f"{kv.layout.page_size} tokens")
 
 
-def ask_of(config: Config, kv: PagedKV | None) -> HostAsk | None:
-    """What this rank tells the others of its memory; None for a cache that has none to do with."""
+def ask_of(config: Config, kv: PagedKV | None, copies: CopyEngine | None) -> HostAsk:
+    """What this rank tells the others of its memory, and if it does not fit the configuration."""
+    problem = _problem(config, kv, copies)
     if kv is None:
-        return None
-    return HostAsk.here(host_memory(), bytes_per_page=kv.bytes_per_page, layout=kv.layout.text)
+        return HostAsk(problem=problem)
+    ask = HostAsk.here(host_memory(), bytes_per_page=kv.bytes_per_page, layout=kv.layout.text)
+    return replace(ask, problem=problem)
+
+
+def _problem(config: Config, kv: PagedKV | None, copies: CopyEngine | None) -> tuple[str, str] | None:
+    if kv is None:
+        if not config.host.configured or copies is not None:
+            return None
+        return "host", ("asks for a host tier, but the cache was given no memory to copy from: pass kv=PagedKV(...), "
+                        "the engine's paged tensors")
+    if kv.pages != config.pool.pages:
+        return "pool.pages", f"is {config.pool.pages}, but the engine's tensors have {kv.pages} pages"
+    if kv.layout.page_size != config.cache.page_size:
+        return "cache.page_size", (f"is {config.cache.page_size}, but a page of the engine's tensors has "
+                                   f"{kv.layout.page_size} tokens")
+    return None
 
 
 def open_on_all(group: Group, start: Start, open_here: Callable[[], HostTier | None]) -> HostTier | None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from distkv import (
     Adapter,
     Config,
     ConfigError,
     HostConfig,
+    LocalGroup,
     Message,
     MessageError,
+    PagedKV,
     PoolConfig,
     PrefixCache,
     Sequence,
@@ -414,6 +418,24 @@ def test_a_tier_needs_memory() -> None:
         PrefixCache(config(6, 8), FINGERPRINT, copies=7)  # type: ignore[arg-type]
     with pytest.raises(MessageError, match="kv must be"):
         PrefixCache(plain(), FINGERPRINT, kv=7)  # type: ignore[arg-type]
+
+
+def test_memory_that_does_not_fit_is_told_to_all_ranks() -> None:
+    """Nobody waits for a rank that cannot start."""
+    members = LocalGroup.make(2, timeout_s=20)
+    kv = PagedKV(torch.zeros(1, 2, 6, 4, 1, 2))
+
+    def start(rank: int) -> str:
+        made = config(6, 8, page_size=4)
+        wrong = Config(cache=made.cache, pool=PoolConfig(pages=7), host=made.host)
+        with pytest.raises(ConfigError) as caught:
+            PrefixCache(made if rank else wrong, FINGERPRINT, members[rank], kv=kv)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(start, range(2)))
+    assert texts[0] == texts[1]
+    assert "pool.pages: is 7, but the engine's tensors have 6 pages (seen on rank 0" in texts[0]
 
 
 def test_the_end_of_a_cache_ends_its_copies() -> None:
