@@ -108,6 +108,8 @@ class Stats:
     dropped: int
     """Pages that were evicted although the host tier had no place for them: they left the index, with what continued
     them."""
+    host_evicted: int
+    """Pages that were on the host alone and were given up for others: they left the index."""
     copies_in_flight: int
     """Copies that have not ended."""
     reasons: Mapping[str, int]
@@ -149,5 +151,6 @@ def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) ->
         prefetched=tier.prefetched if tier is not None else 0,
         store_failures=tier.store_failures if tier is not None else 0,
         load_failures=tier.load_failures if tier is not None else 0, dropped=tier.dropped if tier is not None else 0,
+        host_evicted=tier.given_up if tier is not None else 0,
         copies_in_flight=tier.in_flight if tier is not None else 0,
     )

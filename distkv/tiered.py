@@ -30,8 +30,9 @@ NONE = -1
 class TieredIndex(PrefixIndex):
     """A :class:`PrefixIndex` whose cold tails go to a :class:`HostTier` instead of being dropped.
 
-    Host pages are given up in the order of the last hit of what they hold: tails that are on the host alone, and
-    backups. If none can be, the page that was to be stored is dropped, and its descendants with it.
+    When host pages are short, backups are given up first, which costs a copy later and no content: so the tiers add up.
+    Then tails that are on the host alone, in the order of their last hit. If there is none, the page that was to be
+    stored is dropped, and its descendants with it.
     """
 
     def __init__(self, pool: PagePool, page_size: int, tier: HostTier) -> None:
@@ -41,7 +42,9 @@ class TieredIndex(PrefixIndex):
         self._backup = np.full(pool.total, NONE, np.int32)  # of a device page: its host page
         self._original = np.full(tier.pages.total, NONE, np.int32)  # and the other way round
         self._resident = 0
-        self._host_queue = Queue(self.base + tier.pages.total, self.recency.stamps)
+        places = self.base + tier.pages.total
+        self._host_tails = Queue(places, self.recency.stamps)
+        self._idle_backups = Queue(places, self.recency.stamps)
         tier.broken, tier.idle = self.host_broken, self._offer_host
 
     @property
@@ -127,9 +130,10 @@ class TieredIndex(PrefixIndex):
     def _write_ahead(self, pages: list[int]) -> None:
         """Stores device pages, as long as host pages can be had: they can leave later without a copy."""
         for page in pages:
-            host = self._host_page()
-            if host is None:
+            if not self.tier.pages.tier_has_room:  # nothing is given up for what is on the device anyway
                 return
+            host = self.tier.pages.take()
+            assert host is not None
             self._backup[page], self._original[host] = host, page
             self.tier.store(page, host)
 
@@ -200,31 +204,27 @@ class TieredIndex(PrefixIndex):
     def _give_up_coldest(self) -> bool:
         """One idle host page is free afterwards: a backup's, or that of a tail on the host alone. False: there is none.
 
-        What is passed over is offered again when it becomes idle or a tail.
+        What is passed over is offered again when it becomes idle, a backup or a tail.
         """
-        stamp = self.recency.stamp
-        while (place := self._host_queue.pop()) is not None:
+        while (place := self._idle_backups.pop()) is not None:
             host = place - self.base
-            if not self.tier.pages.idle(host):
-                continue
-            device = int(self._original[host])
-            if device != NONE:
-                if stamp[device] > stamp[place]:
-                    stamp[place] = stamp[device]
-                    self._host_queue.push(place)
-                    continue
+            if self.tier.pages.idle(host) and self._original[host] != NONE:
                 self._drop_backup(host)
                 return True
+        while (place := self._host_tails.pop()) is not None:
             run = self.entries.run_with(place)
-            if run is not None and not run.children and run.pages[-1] == place:
+            if run is None or not self.tier.pages.idle(place - self.base):
+                continue
+            if not run.children and run.pages[-1] == place:
                 self._drop_last(run)
+                self.tier.given_up += 1
                 return True
         return False
 
     def _offer_host(self, host: int) -> None:
         """Nobody but the index has the host page."""
         if self.tier.pages.idle(host):
-            self._host_queue.push(self.base + host)
+            (self._host_tails if self._original[host] == NONE else self._idle_backups).push(self.base + host)
 
     def _offer_host_tail(self, run: Run) -> None:
         if not run.children and run.resident < len(run):
@@ -273,7 +273,7 @@ class TieredIndex(PrefixIndex):
 
     def check(self) -> None:
         super().check()
-        pages, waiting = self.tier.pages, self._host_queue.ids()
+        pages, tails, backups = self.tier.pages, self._host_tails.ids(), self._idle_backups.ids()
         resident = 0
         named: set[int] = set(self._original[np.flatnonzero(self._original != NONE)].tolist())
         if named != set(np.flatnonzero(self._backup != NONE).tolist()):
@@ -286,13 +286,14 @@ class TieredIndex(PrefixIndex):
                 raise InvariantError(f"{run} has a device page behind its first host page")
             hosts.update(place - self.base for place in places)
             tail = run.pages[-1]
-            if tail >= self.base and not run.children and pages.idle(tail - self.base) and tail not in waiting:
+            if tail >= self.base and not run.children and pages.idle(tail - self.base) and tail not in tails:
                 raise InvariantError(f"host page {tail - self.base}, the idle tail of {run}, is not offered")
         for host in np.flatnonzero(self._original != NONE).tolist():
-            if pages.idle(host) and self.base + host not in waiting:
+            if pages.idle(host) and self.base + host not in backups:
                 raise InvariantError(f"host page {host}, an idle backup, is not offered")
         if resident != self._resident:
             raise InvariantError(f"{resident} entries are on the device, counted were {self._resident}")
         if hosts != {h for h in range(pages.total) if pages.indexed(h)}:
             raise InvariantError("the host tier knows of indexed pages that the index does not have, or the reverse")
-        self._host_queue.check()
+        self._host_tails.check()
+        self._idle_backups.check()

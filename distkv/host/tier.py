@@ -45,6 +45,7 @@ class HostTier:
         self.kept: dict[str, list[int]] = {}
         """Host pages that suspended requests count on, by request id."""
         self.stores = self.loads = self.store_failures = self.load_failures = self.dropped = self.prefetched = 0
+        self.given_up = 0
         self._pool = pool
         self._orders: list[Copy] = []
         self._storing: dict[int, Copy] = {}  # the store that fills a host page

@@ -145,6 +145,19 @@ def test_write_policy_finish() -> None:
     assert (tiers.matched(A), tiers.matched(B)) == (4, 4)
 
 
+@pytest.mark.parametrize("policy", ["evict", "finish"])
+def test_the_tiers_add_up(policy: str) -> None:
+    """What is on the device gives up its place on the host first: prompts that come round in turn, in as many pages as
+    both tiers and the one that runs need, are never computed again. With less, in such an order, some are."""
+    for hosts, given_up in ((17, False), (12, True)):
+        tiers = Tiers(pages=6, hosts=hosts, host={"write_policy": policy})
+        for turn in range(3):
+            cached = [tiers.serve(f"{turn}.{i}", tokens) for i, tokens in enumerate(OTHERS)]
+            assert turn == 0 or given_up or cached == [4] * len(OTHERS), "20 pages, in 6 + 17 less 3 that one takes"
+        stats = tiers.cache.stats()
+        assert (stats.host_evicted > 0, stats.dropped) == (given_up, 0)
+
+
 def test_the_host_gives_up_its_coldest_tail() -> None:
     """G4, D7: one page at a time, leaves first, and every count within its tier."""
     tiers = Tiers(pages=4, hosts=4)
