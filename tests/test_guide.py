@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, text in re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL):
         out[name] = folder / name
         out[name].write_text(text, encoding="utf-8")
-    assert set(out) == {"toy.py", "overlap.py", "tier.py"}
+    assert set(out) == {"toy.py", "overlap.py", "tier.py", "preempt.py"}
     return out
 
 
@@ -71,6 +71,19 @@ def test_the_host_tier(files: dict[str, Path], capsys: pytest.CaptureFixture[str
     assert shown is not None and capsys.readouterr().out == shown[1]
     pages = ran["cache"]._books.match(ran["cache"].chain(list(range(100))), 6).pages
     assert ran["kv"][3, 1, pages, :, 1, 7].flatten().tolist() == list(range(96)), "and with the right bytes"
+
+
+def test_preemption(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"```\n(6 requests .*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+    runpy.run_path(str(files["preempt.py"]))
+    assert shown is not None and capsys.readouterr().out == shown[1]
+
+
+def test_the_table_of_contents_names_every_section() -> None:
+    text = GUIDE.read_text("utf-8")
+    titles = re.findall(r"^## (\d+)\. (.+)$", text, re.MULTILINE)
+    anchors = [f"{n}-{title.lower().replace(',', '').replace(' ', '-')}" for n, title in titles]
+    assert re.findall(r"^\d+\. \[.+?\]\(#(\S+?)\)", text, re.MULTILINE) == anchors
 
 
 def test_what_the_guide_links_to_exists() -> None:
