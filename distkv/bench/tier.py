@@ -101,7 +101,9 @@ def _copies(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
                               mib=given.mib or (8 if given.quick else _MIB[device.type]), threads=given.threads)
     repeat = given.repeat or (3 if given.quick else 15)
     found = [one for size in given.page_sizes for one in tier_copies.measure(shape, size, repeat)]
-    print(f"\ncopies: {layers} layers, {heads} KV heads of {dim}, {given.dtype}; wall clock, {repeat} times by turns\n")
+    print(f"\ncopies: {layers} layers, {heads} KV heads of {dim}, {given.dtype}; wall clock, {repeat} times by turns")
+    print("engine and plain copy: medians; the share is the median of the ratios of interleaved pairs, and so not the "
+          "quotient of the two\n")
     print(tier_copies.table(found))
     return {"copies": [one.as_dict() for one in found]}
 
