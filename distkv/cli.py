@@ -31,7 +31,7 @@ COMMANDS = {
     "plan": Command("distkv.inspection.plan", "pages and bytes, per rank and per node"),
     "doctor": Command("distkv.inspection.doctor", "what this machine offers, and what of a configuration fails here"),
     "verify": Command("distkv.engine.verify", "your model and conversations, cold and warm: the same bits or not"),
-    "bench": Command("distkv.bench.cli", "benchmarks: core, group, engine, peers"),
+    "bench": Command("distkv.bench.cli", "benchmarks: core, group, engine, tier, peers"),
 }
 
 
@@ -71,7 +71,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if error.name is None or error.name.startswith("distkv"):
             raise
         return _fail(f"{given[0]} needs the module {error.name}, which is not installed: "
-                     "pip install 'distkv-cache[engine]'")
+                     "pip install '.[engine]' in the checkout of distkv")
     except (ConfigError, InputFileError) as error:
         return _fail(str(error))
     except DistKVError as error:

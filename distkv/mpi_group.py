@@ -42,7 +42,7 @@ def mpi() -> Any:
         from mpi4py import MPI
     except ImportError as error:  # no mpi4py, or no MPI library that it can load
         raise ConfigError("group.transport", f"is mpi, which needs mpi4py and an MPI library ({error}): pip install "
-                                             '"distkv-cache[mpi]" mpich; or set it to gloo') from error
+                                             '".[mpi]" mpich in the checkout of distkv; or set it to gloo') from error
     except RuntimeError as error:  # mpi4py found no library, or one of another ABI
         raise ConfigError("group.transport", f"is mpi, but no MPI library can be loaded ({error})") from error
     return MPI

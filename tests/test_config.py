@@ -342,4 +342,4 @@ def test_without_pyyaml_importing_works_and_loading_names_the_extra(tmp_path: Pa
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True
     )
-    assert "distkv-cache[yaml]" in run.stdout
+    assert 'pip install ".[yaml]"' in run.stdout

@@ -18,7 +18,7 @@ from distkv.inspection.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None or Machine().mpirun() is None,
-                               reason="needs mpi4py and an mpirun: pip install 'distkv-cache[mpi]' mpich")
+                               reason="needs mpi4py and an mpirun: pip install '.[mpi]' mpich")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_another_transport_is_refused(results: list[dict[str, Any]]) -> None:
 
 def test_without_mpi_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # what a missing module looks like to import
-    with pytest.raises(ConfigError, match=r"group\.transport: .*distkv-cache\[mpi\]"):
+    with pytest.raises(ConfigError, match=r'group\.transport: .*pip install "\.\[mpi\]"'):
         MpiGroup()
 
 

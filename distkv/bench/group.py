@@ -80,7 +80,7 @@ def missing(transport: str, ranks: int) -> str | None:
 
     if transport == "mpi":
         if find_spec("mpi4py") is None:
-            return "mpi4py is not installed (pip install 'distkv-cache[mpi]' mpich)"
+            return "mpi4py is not installed (pip install '.[mpi]' mpich in the checkout)"
         return None if Machine().mpirun() else "there is no mpirun, in PATH or beside this Python"
     if transport == "nccl":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -73,7 +73,7 @@ def _mpi(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]
         return
     if machine.version("mpi4py") is None:
         yield Problem(field="group.transport", problem="is mpi, and mpi4py is not installed",
-                      remedy="pip install 'distkv-cache[mpi]' and an MPI library (pip install mpich), or set gloo")
+                      remedy="pip install '.[mpi]' mpich in the checkout of distkv, or set gloo")
     if machine.mpirun() is None:
         yield Problem(field="group.transport", problem="is mpi, and there is no mpirun",
                       remedy="pip install mpich, or put the system's mpirun into PATH")
@@ -84,7 +84,7 @@ def _model(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Proble
     if transformers is None or as_numbers(transformers) < _TRANSFORMERS:
         has = f"transformers {transformers}" if transformers else "no transformers"
         yield Problem(field="model", problem=f"needs transformers {'.'.join(map(str, _TRANSFORMERS))}; there is {has}",
-                      remedy="pip install 'distkv-cache[engine]'")
+                      remedy="pip install '.[engine]' in the checkout of distkv")
         return
     yield from _source(config, machine)
     shape = read_shape(config.model.source, config.model.cache_dir)
@@ -101,7 +101,7 @@ def _source(config: ServeConfig, machine: Machine) -> Iterator[Problem]:
     missing = [name for name in ENGINE if machine.version(name) is None]
     if missing:
         lacks = f"{gguf.name} has to be converted, for which {', '.join(missing)} is missing"
-        yield Problem(field="model.source", problem=lacks, remedy="pip install 'distkv-cache[engine]'")
+        yield Problem(field="model.source", problem=lacks, remedy="pip install '.[engine]' in the checkout of distkv")
     place = _existing(cache_folder(config.model.cache_dir))
     if not os.access(place, os.W_OK):
         yield Problem(field="model.cache_dir", problem=f"{gguf.name} is converted into {place}, which is not writable",
@@ -159,7 +159,8 @@ def _host(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem
         return
     on_gpu = _on_gpu(config, ranks)
     if on_gpu or config.host.require_pinned:
-        why, install = why_not_pinned(machine), "pip install 'distkv-cache[cupy]', for a GPU that CUDA can use"
+        why, install = why_not_pinned(machine), ("pip install '.[cupy]' in the checkout of distkv, for a GPU "
+                                                  "that CUDA can use")
         if why and config.host.require_pinned:
             yield Problem(field="host.require_pinned", problem=f"is true, and memory cannot be pinned here: {why}",
                           remedy=f"{install}; or set it to false")

@@ -137,7 +137,7 @@ def _engine(machine: Machine) -> Finding:
     versions = {package: machine.version(package) for package in ENGINE}
     missing = [package for package, version in versions.items() if version is None]
     return Finding(name="engine", value=_listed(versions),
-                   warning=f"{', '.join(missing)} missing: pip install 'distkv-cache[engine]'" if missing else "")
+                   warning=f"{', '.join(missing)} missing: pip install '.[engine]' in the checkout" if missing else "")
 
 
 def _gpus(machine: Machine) -> Finding:
@@ -203,7 +203,7 @@ def memlock() -> tuple[int | None, int | None]:
 def _pinned(machine: Machine) -> Finding:
     package, found = _cupy(machine)
     if package is None:
-        return Finding(name="pinned memory", value="CuPy is not installed (pip install 'distkv-cache[cupy]')")
+        return Finding(name="pinned memory", value="CuPy is not installed (pip install '.[cupy]' in the checkout)")
     if isinstance(found, str):
         return Finding(name="pinned memory", value=f"{package} {machine.version(package)} does not load", warning=found)
     can = "pinned 4 KB" if found.get("pinned") else f"cannot pin: {found.get('error', 'no reason given')}"
