@@ -117,30 +117,37 @@ class HostConfig(Section):
     group, or all that the launcher has started there if they are more. A container is a node of its own."""
 
     preemption_pages: int = setting(0, agreed=False, low=0, high=_MAX_PAGES)
-    """How many of the host pages are kept for suspended requests; the tier has the others. Less than all."""
+    """How many of the host pages are kept for suspended requests; the tier has the others. Less than all. Of use only
+    where sequences are suspended: with ``engine.reserve_tokens``, or if an engine of your own calls ``suspend``. Give
+    the pages of as many requests as may be suspended at a time; what finds no place is cached as any other page is, and
+    computed again if it is lost."""
 
     write_policy: Literal["evict", "finish"] = setting("evict", agreed=False)
     """When a page is copied to the host. evict: when the pool gives it up. finish: when its request has finished, so
     that giving it up needs no copy; pages that are never given up are then copied for nothing."""
 
     loading_slots: int = setting(8, agreed=True, low=1, high=1024)
-    """How many loading sequences one step considers. It sets the size of the collective."""
+    """How many sequences that are being read in one step asks about, the first admitted first. More than so many at a
+    time wait their turn to get ready; their loads go on. It sets the size of the collective."""
 
     load_timeout_s: float = setting(10.0, agreed=False, low=0.001, high=86_400)
     """Seconds that a load may take, without its wait for others that go on. Then the request goes on without it, on
     every rank, and computes those pages again."""
 
     skip_slow_loads: bool = setting(True, agreed=False)
-    """Whether pages are computed again where loading them would take longer, as far as both have been measured."""
+    """Whether pages are computed again where loading them would take longer, as far as both have been measured. Does
+    nothing until the engine has told what prompts cost, by ``PrefixCache.prefill_took``."""
 
     prefetch: bool = setting(True, agreed=False)
-    """Whether pages are loaded for requests that still wait, into pages of this rank that nobody needs."""
+    """Whether pages are loaded for requests that still wait, into pages of this rank that nobody needs. At admission
+    they count as tokens of the device, not as ``host_tokens``: see ``prefetched`` and ``loads`` of the statistics."""
 
     copy_threads: int = setting(2, agreed=False, low=1, high=256)
     """Threads that copy pages when the pool is on the CPU. A GPU copies with streams of its own."""
 
     chunk_gib: float = setting(1.0, agreed=False, above=0, high=_MAX_GIB)
-    """GiB of host memory that are taken, and pinned, at a time; whole pages, at least one."""
+    """GiB of host memory that are taken, and pinned, at a time; whole pages, at least one. Less if other processes of
+    the host use CUDA: while one piece is pinned all of them stall, the longer the larger it is."""
 
     require_pinned: bool = setting(False, agreed=False)
     """Whether a start without pinned memory is an error. Otherwise plain memory is taken where none can be pinned, and
@@ -237,7 +244,7 @@ def load(path: str | os.PathLike[str], cls: type[Any] = Config) -> Any:
 
     Strict: a file that cannot be read, is not one YAML mapping, or has a key that is unknown, doubled, of the
     wrong type or impossible raises one ConfigError with the dotted path, file and line, what is allowed, and the
-    nearest right name. Needs PyYAML (``pip install "distkv-cache[yaml]"``).
+    nearest right name. Needs PyYAML (in the checkout: ``pip install ".[yaml]"``).
     """
     mapping, lines = read(path)
     return from_mapping(mapping, cls, source=os.fspath(path), lines=lines)
@@ -256,7 +263,7 @@ def _parser() -> Callable[[str, str], tuple[Mapping[str, Any], Mapping[str, int]
         if error.name != "yaml":
             raise
         raise ConfigError(
-            "", 'reading a configuration file needs PyYAML: pip install "distkv-cache[yaml]"'
+            "", 'reading a configuration file needs PyYAML: pip install ".[yaml]" in the checkout of distkv'
         ) from None
     return _yaml.parse
 
