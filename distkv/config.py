@@ -124,7 +124,8 @@ class HostConfig(Section):
 
     write_policy: Literal["evict", "finish"] = setting("evict", agreed=False)
     """When a page is copied to the host. evict: when the pool gives it up. finish: when its request has finished, so
-    that giving it up needs no copy; pages that are never given up are then copied for nothing."""
+    that giving it up needs no copy, as long as the tier has room; pages that are never given up are then copied for
+    nothing."""
 
     loading_slots: int = setting(8, agreed=True, low=1, high=1024)
     """How many sequences that are being read in one step asks about, the first admitted first. More than so many at a

@@ -2,7 +2,8 @@
 
 Up to 15 sequences decode; every second step one new prompt of 2,048 tokens comes and the oldest sequence leaves. The
 pool is full, so every new page drives out a cached one. With a tier these pages are spilled; if the prompts come back,
-they are loaded. Copies have ended at the next step and move nothing: what is timed is bookkeeping, and no thread waits.
+they are loaded. With finish the tier has room for all: a full one stores nothing ahead. Copies have ended at the next
+step and move nothing: what is timed is bookkeeping, and no thread waits.
 """
 
 from __future__ import annotations
@@ -89,12 +90,14 @@ def measure(sizes: Sizes) -> list[StepCost]:
 def _measured(sizes: Sizes, workload: str) -> list[StepCost]:
     each = -(-(PROMPT + 2 * RUNNING) // sizes.page_size)
     pool, back = 2 * (RUNNING + 1) * each, 4 * (RUNNING + 1)
-    loops = [_Loop(sizes, workload, variant, pool, 2 * back * each) for variant in VARIANTS]  # type: ignore[arg-type]
+    warm = 4 * back  # every prompt came once and was driven out
+    steps = warm + max(4 * RUNNING, 4 * sizes.repeats)
+    hosts = {"without": 0, "evict": 2 * back * each, "finish": steps * each}  # a full tier stores nothing ahead
+    loops = [_Loop(sizes, workload, variant, pool, hosts[variant]) for variant in VARIANTS]  # type: ignore[arg-type]
     rng = np.random.default_rng(31)
     prompts = [tokens(rng, PROMPT) for _ in range(back)]
-    warm = 4 * back  # every prompt came once and was driven out
     with settled():
-        for number_ in range(warm + max(4 * RUNNING, 4 * sizes.repeats)):
+        for number_ in range(steps):
             prompt = None
             if number_ % 2 == 0:
                 prompt = prompts[number_ // 2 % back] if workload != "new prompts" else tokens(rng, PROMPT)
