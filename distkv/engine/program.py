@@ -82,9 +82,13 @@ def end_with(main: Callable[[], int]) -> NoReturn:
         sys.stderr.flush()
     except OSError as error:
         code = code or _streams.lost(error) or 1
-    if dist.is_initialized():
-        os._exit(code)  # groups that broke: torch aborts the process if they are destroyed with work unfinished
-    sys.exit(code)
+    # Everything of ours is closed and written by now. What is left is torch's: it aborts the process if groups that
+    # broke are destroyed with work unfinished, and at times ("terminate called") when its threads meet the end of the
+    # interpreter, although all went well.
+    if "mpi4py" in sys.modules and not dist.is_initialized():
+        sys.exit(code)  # MPI is finalised at the end of the interpreter, or mpirun takes it for a crash
+    logging.shutdown()
+    os._exit(code)
 
 
 def _say(text: str) -> None:
