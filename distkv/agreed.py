@@ -10,6 +10,7 @@ from collections import Counter, deque
 
 from distkv.ballot import Ballot, Pending
 from distkv.books import Books, Call, Scope
+from distkv.chain import KeyChain
 from distkv.encoding import encode
 from distkv.errors import DuplicateRequest, NoRoom, RequestError, RequestTooLarge, SequenceError
 from distkv.keys import tag_of
@@ -47,8 +48,7 @@ class Agreed:
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue, or among the refused of the next result."""
-        # A branch: what the caller appends to its chain from now on is not of this request.
-        pending = Pending.of(request, self.books.renamed(request.chain).branch(), self.books.page_size)
+        pending = self._pending(request, request.chain)
         pending.note(self.books)
         error = self._why_refused(pending)
         if error is None:
@@ -61,7 +61,7 @@ class Agreed:
         request = self.preemption.resume(request_id, output_limit)
         if request is None:
             return
-        pending = Pending.of(request, self.books.renamed(request.chain).branch(), self.books.page_size)
+        pending = self._pending(request, request.chain)
         pending.note(self.books)
         error = self._why_refused(pending)
         if error is None:
@@ -140,6 +140,10 @@ class Agreed:
         for request in message.requests:
             self.submit(request)
 
+    def _pending(self, request: Request, chain: KeyChain) -> Pending:
+        # A branch: what the caller appends to its chain from now on is not of this request.
+        return Pending.of(request, self.books.renamed(chain).branch(), self.books.page_size)
+
     def _why_refused(self, pending: Pending) -> RequestError | None:
         request_id = pending.request.id
         if pending.total > self.smallest_pool:
@@ -156,7 +160,7 @@ class Agreed:
         pendings = []
         for sequence in sequences:
             sequence._give_back()
-            pending = Pending.of(sequence.request, self.books.renamed(sequence.chain).branch(), self.books.page_size)
+            pending = self._pending(sequence.request, sequence.chain)
             pending.ballots, pending.read_in = 1, read_in
             pendings.append(pending)
         self.queue.put_back(pendings)

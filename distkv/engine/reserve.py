@@ -37,14 +37,14 @@ class Reserve:
 
     def has_room(self, running: Running) -> bool:
         """Whether the next token has a place."""
-        return running.sequence.seq_len < self._room(running) * self._page_size
+        return running.sequence.seq_len < running.sequence.promised * self._page_size
 
     def grow(self, all_running: Iterable[Running]) -> None:
         """Asks for more room for those that have none left and go on."""
         if self._tokens is None:
             return
         for running in all_running:
-            more = min(self._pages(self._tokens), self._pages(len(running.tokens)) - self._room(running))
+            more = min(self._pages(self._tokens), self._pages(len(running.tokens)) - running.sequence.promised)
             if more > 0 and not running.growing and not self.has_room(running):
                 running.growing = not self._cache.grow(running.sequence, more, wait=True)
 
@@ -58,10 +58,6 @@ class Reserve:
         self._cache.resume(name, output_limit=self.limit(known, total - known))
         tokens = running.tokens.copy()  # a pass in flight still writes into the old one
         return replace(running, tokens=tokens, promised=known, suspended=running.suspended + 1, growing=False)
-
-    def _room(self, running: Running) -> int:
-        """Pages that the request has or is promised."""
-        return len(running.sequence.owned_pages) + running.sequence.reserved
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

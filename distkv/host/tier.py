@@ -114,7 +114,7 @@ class HostTier:
         """What it brings is of no use any more: its device page is free, or will be when the copy has ended."""
         del self.prefetches[copy.host]
         if copy in self._loading:
-            self._orphans.add(copy)
+            self.orphan(copy)
         else:
             self._pool.disown(np.array([copy.device]))
 

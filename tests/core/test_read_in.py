@@ -234,15 +234,20 @@ def test_a_reset_while_pages_are_read_in(call: str) -> None:
     assert [(s.id, s.cached_tokens) for s in results[2].ready] == [("3", 0)]
 
 
-def test_prefetch_while_a_request_waits() -> None:
-    """What the first of the queue needs stays free; the second's pages are there when its turn comes."""
+def beside_a_large_one() -> tuple[Group, list[Sequence]]:
+    """Two ranks that prefetch, all that they have on the host, and a sequence that takes 10 pages of 16."""
     group = Group(pages=(16, 16), hosts=(16, 16), host={"prefetch": True})
     for i, tokens in enumerate((A, B, *OTHERS[:3])):
         group.serve(str(i), tokens)
     for cache in group.caches:
         cache._books.index.evict(16)
     group.settle()
-    running = [result.ready[0] for result in group.step(("big", [7] * 19))]  # 10 pages of 16
+    return group, [result.ready[0] for result in group.step(("big", [7] * 19))]
+
+
+def test_prefetch_while_a_request_waits() -> None:
+    """What the first of the queue needs stays free; the second's pages are there when its turn comes."""
+    group, running = beside_a_large_one()
     group.step(("huge", [8] * 20), ("next", A))
     assert not group.loads(0)
     group.step()
@@ -281,13 +286,7 @@ def test_prefetched_pages_may_come_in_any_order() -> None:
 
 def test_a_prefetch_under_way_is_taken_over() -> None:
     """The request's turn comes before its pages have: nothing is loaded twice."""
-    group = Group(pages=(16, 16), hosts=(16, 16), host={"prefetch": True})
-    for i, tokens in enumerate((A, B, *OTHERS[:3])):
-        group.serve(str(i), tokens)
-    for cache in group.caches:
-        cache._books.index.evict(16)
-    group.settle()
-    running = [result.ready[0] for result in group.step(("big", [7] * 19))]
+    group, running = beside_a_large_one()
     group.step(("large", [8] * 14), ("next", A))
     group.step()
     loads = group.loads(0)
