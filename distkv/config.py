@@ -72,6 +72,15 @@ class CacheConfig(Section):
     key_function: Literal["xxh3_64", "xxh64"] = setting("xxh3_64", agreed=True)
     """The hash that names pages. It only nominates: stored token ids are compared before a page is used."""
 
+    lookahead_tokens: int = setting(0, agreed=True, low=0, high=65_536)
+    """Tokens that the engine may draft ahead of what is accepted. A request is promised pages for prompt, output limit
+    and so many tokens, so drafts behind the last token of an answer need not be clipped."""
+
+    next_token_depth: int = setting(0, agreed=True, low=0, high=256)
+    """For draft layers in the cached KV (EAGLE, MTP) whose keys and values at a position also depend on the tokens
+    behind it: on how many. A page is then shared only by requests that have these tokens behind it in common, too, and
+    one whose next tokens are not known yet is not stored. 0: a position depends on nothing behind it."""
+
     asynchronous: bool = setting(False, agreed=True)
     """Whether the engine launches work that ends after finish or abort returned. If true, the pages of an ended
     sequence stay in use until the engine calls ``retired(step)``; if false they are free at once."""
