@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from struct import Struct
 
 import numpy as np
 
 from distkv.encoding import encode
 from distkv.errors import KeyNamingError
+from distkv.keylog import KeyLog, Naming
 from distkv.keys import KEY_FUNCTIONS, TOKEN_BYTES, Adapter, Fingerprint, Hash64, Span, spans_after, token_bytes
 
 
 class Namer:
-    """Makes chains for one cache: the fingerprint, the page size and the key function. Immutable."""
+    """Makes chains for one cache: the fingerprint, and how pages are cut out and hashed. Immutable."""
 
     def __init__(self, fingerprint: Fingerprint, page_size: int, key_function: str = "xxh3_64",
-                 hash64: Hash64 | None = None) -> None:
-        """``hash64`` replaces the named function, for tests."""
+                 hash64: Hash64 | None = None, next_token_depth: int = 0) -> None:
+        """``next_token_depth``: tokens behind a page that its KV depends on. ``hash64`` replaces the named function,
+        for tests."""
         self.fingerprint = fingerprint
         self.page_size = page_size
         self.key_function = key_function
         self.hash64 = hash64 or KEY_FUNCTIONS[key_function]
-        self.pages_of = Struct(f"{TOKEN_BYTES * page_size}s").iter_unpack
-        """The pages of a buffer, one after another, as ``(bytes,)``."""
-        self.identity = encode("distkv-1", *(f for pair in asdict(fingerprint).items() for f in pair), page_size)
+        self.next_token_depth = next_token_depth
+        self.naming = Naming(page_size, self.hash64, next_token_depth)
+        depth = ("next_token_depth", next_token_depth) if next_token_depth else ()  # without one: the names of old
+        self.identity = encode("distkv-1", *(f for pair in asdict(fingerprint).items() for f in pair), page_size,
+                               *depth)
 
     def root(self, adapter: Adapter | None, salt: str | None) -> bytes:
         """The identity of a request's root: two requests may share pages only if these bytes are equal."""
@@ -50,27 +53,14 @@ class Namer:
     def with_weights(self, weights_version: str) -> Namer:
         """The namer for other weights of the same model."""
         fingerprint = replace(self.fingerprint, weights_version=weights_version)
-        return Namer(fingerprint, self.page_size, self.key_function, self.hash64)
+        return Namer(fingerprint, self.page_size, self.key_function, self.hash64, self.next_token_depth)
 
     def probe(self) -> str:
         """The last key of a fixed chain that has every part of the encoding, in hex; equal on ranks that name alike."""
-        size = 2 * self.page_size
+        size = 2 * self.page_size + self.next_token_depth
         span = Span(self.page_size - 1, 1, bytes(range(16)), "embedding")
         chain = self.chain(np.arange(size, dtype=np.int32), adapter=Adapter("probe", 1), salt="probe", spans=[span])
         return f"{chain.keys[1]:016x}"
-
-
-class _Log:
-    """What the branches of one conversation share: append-only, so a view of its first n tokens never changes."""
-
-    __slots__ = ("extra_pages", "extras", "keys", "spans", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = bytearray()
-        self.keys: list[int] = []
-        self.spans: list[Span] = []
-        self.extras: dict[int, bytes] = {}
-        self.extra_pages: list[int] = []  # the keys of extras, which are ascending, for bisection
 
 
 class KeyChain:
@@ -89,23 +79,25 @@ class KeyChain:
         self.salt = salt
         self.root = namer.root(adapter, salt)
         self.seed = namer.hash64(self.root, 0)
-        self._log = _Log()
+        self._log = KeyLog(namer.naming, self.seed)
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __repr__(self) -> str:
-        return f"KeyChain({self._length} tokens, {self.pages} full pages)"
+        return f"KeyChain({self._length} tokens, {self.pages} named pages)"
 
     @property
     def pages(self) -> int:
-        """Number of full pages, each of which has a key."""
-        return self._length // self.namer.page_size
+        """Number of pages that have a key: the full ones, as far as the tokens behind them are known that their KV
+        depends on (``next_token_depth``, 0 by default)."""
+        known = self._length - self.namer.next_token_depth
+        return known // self.namer.page_size if known > 0 else 0
 
     @property
     def keys(self) -> list[int]:
-        """The keys of the log's full pages; the first ``pages`` of them are this chain's. Not to be modified."""
+        """The keys of the log's named pages; the first ``pages`` of them are this chain's. Not to be modified."""
         return self._log.keys
 
     @property
@@ -116,7 +108,8 @@ class KeyChain:
 
     @property
     def extras(self) -> dict[int, bytes]:
-        """Encoded extras of the log's full pages that have any, by page number. Not to be modified."""
+        """What the keys of the log's named pages cover beside their tokens, by page number; a page may have none. It is
+        the next tokens as int32, ``next_token_depth`` of them, and the encoded spans. Not to be modified."""
         return self._log.extras
 
     @property
@@ -131,8 +124,7 @@ class KeyChain:
 
     def extras_between(self, start: int, stop: int) -> dict[int, bytes]:
         """The extras of those of the pages ``start .. stop - 1`` that have any."""
-        pages, extras = self._log.extra_pages, self._log.extras
-        return {page: extras[page] for page in pages[bisect_left(pages, start) : bisect_left(pages, stop)]}
+        return self._log.extras_between(start, stop)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -168,11 +160,9 @@ class KeyChain:
         if not len(data):
             return
         if TOKEN_BYTES * self._length != len(self._log.tokens):
-            self._copy_log()
-        self._log.tokens += data
-        self._log.spans.extend(spans)
+            self._log = self._log.copy(self._length, self.pages, self.spans)
+        self._log.append(data, spans)
         self._length += len(data) // TOKEN_BYTES
-        self._name_new_pages()
 
     def branch(self, n_tokens: int | None = None) -> KeyChain:
         """A chain of this chain's first ``n_tokens`` tokens (all by default), without a copy.
@@ -182,7 +172,7 @@ class KeyChain:
         n = self._length if n_tokens is None else n_tokens
         if not 0 <= n <= self._length:
             raise KeyNamingError(f"cannot branch at token {n}: the chain has {self._length}")
-        cut = self._span_around(n)
+        cut = self._log.span_around(n)
         if cut is not None:
             raise KeyNamingError(f"branching at token {n} would cut the span {cut.start} .. {cut.end - 1} in two")
         return self._view(n)
@@ -209,7 +199,7 @@ class KeyChain:
                 common = min(common, old.start, new.start)
         for extra in (*old_spans[len(new_spans):], *new_spans[len(old_spans):]):
             common = min(common, extra.start)
-        cut = self._span_around(common)
+        cut = self._log.span_around(common)
         if cut is not None:
             common = cut.start
         chain = self._view(common)
@@ -231,13 +221,6 @@ class KeyChain:
         chain._log, chain._length = self._log, n
         return chain
 
-    def _span_around(self, n: int) -> Span | None:
-        spans = self._log.spans
-        if not spans:
-            return None
-        before = bisect_left(spans, n, key=lambda s: s.start) - 1  # the last that starts before n; spans do not overlap
-        return spans[before] if before >= 0 and n < spans[before].end else None
-
     def _check_spans(self, spans: list[Span], end: int) -> None:
         at = self._length
         for span in spans:
@@ -252,56 +235,3 @@ class KeyChain:
             return n
         old = np.frombuffer(self._log.tokens, dtype="<i4", count=n)
         return int((old != np.frombuffer(data, dtype="<i4", count=n)).argmax())
-
-    def _copy_log(self) -> None:
-        old, log = self._log, _Log()
-        pages = self.pages
-        log.tokens = old.tokens[: TOKEN_BYTES * self._length]
-        log.keys = old.keys[:pages]
-        log.spans = list(self.spans)
-        log.extras = self.extras_between(0, pages)
-        log.extra_pages = list(log.extras)
-        self._log = log
-
-    def _name_new_pages(self) -> None:
-        log, size, hash64 = self._log, TOKEN_BYTES * self.namer.page_size, self.namer.hash64
-        first, end = len(log.keys), len(log.tokens) // size
-        if first == end:
-            return
-        key = log.keys[-1] if log.keys else self.seed
-        for page in self._touched(first, end) if log.spans else ():
-            key = self._name_plain(first, page, key)
-            extras = log.extras[page] = self._extras_of(page)
-            log.extra_pages.append(page)
-            key = hash64(bytes(log.tokens[page * size : (page + 1) * size]) + extras, key)
-            log.keys.append(key)
-            first = page + 1
-        self._name_plain(first, end, key)
-
-    def _name_plain(self, first: int, end: int, key: int) -> int:
-        """Names the pages ``first .. end - 1``, which have no extras, behind ``key``. Returns the last key."""
-        log, size, hash64 = self._log, TOKEN_BYTES * self.namer.page_size, self.namer.hash64
-        with memoryview(log.tokens) as view, view[first * size : end * size] as new:
-            log.keys += [key := hash64(page, key) for (page,) in self.namer.pages_of(new)]
-        return key
-
-    def _touched(self, first: int, end: int) -> list[int]:
-        """Those of the pages ``first .. end - 1`` that a span touches, in order."""
-        size, spans = self.namer.page_size, self._log.spans
-        pages: list[int] = []
-        for at in range(bisect_right(spans, first * size, key=lambda s: s.end), len(spans)):
-            low = max(spans[at].start // size, pages[-1] + 1 if pages else first)
-            pages.extend(range(low, min(end, (spans[at].end - 1) // size + 1)))
-        return pages
-
-    def _extras_of(self, page: int) -> bytes:
-        size = self.namer.page_size
-        low, high = page * size, (page + 1) * size
-        parts, spans = [], self._log.spans
-        for at in range(bisect_right(spans, low, key=lambda s: s.end), len(spans)):
-            span = spans[at]
-            if span.start >= high:
-                break
-            first = max(span.start, low)
-            parts.append(encode(span.kind, first - low, first - span.start, span.length, span.digest))
-        return b"".join(parts)

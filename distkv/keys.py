@@ -4,9 +4,10 @@
 everything constant that KV bytes depend on. A key *nominates* a page; the index then compares the token ids, the
 extras and the parent links, so a collision costs a miss and never gives a wrong page.
 
-The bytes of one page are its token ids as little-endian int32, always ``page_size`` of them, followed by its extras
-in the encoding of :mod:`distkv.encoding`; the first part has a fixed length and the second is self-delimiting, so
-two different pages never have the same bytes.
+The bytes of one page are its token ids as little-endian int32, always ``page_size`` of them, followed by its extras:
+the ids of the ``next_token_depth`` tokens behind it (usually none), then what spans are there, in the encoding of
+:mod:`distkv.encoding`. The ids have a fixed length and the rest is self-delimiting, so two different pages never have
+the same bytes. The root covers the page size and the depth.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import distkv
 from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
-SANS_IO = ["encoding", "keys", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
+SANS_IO = ["encoding", "keys", "keylog", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
            "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
            "tiered", "keeping", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies",
            "host.pages", "host.tier", "host.layout"]
@@ -23,7 +23,7 @@ FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "sel
 CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog",
         "layout", "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
 LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml", "memory",
-           "_text", "host.copies", "host.layout"], ["chain", "host.budget"],
+           "_text", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
           ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"], ["keeping"],
           ["books"], ["readin"], ["request", "sequence"], ["ballot", "tables", "stats"],
