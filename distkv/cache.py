@@ -65,7 +65,7 @@ class PrefixCache(LocalCalls):
         self._group = group if group is not None else SoloGroup()
         self._group.configure(config.group)
         cache, pool = config.cache, PagePool(config.pool.pages, config.pool.scratch_pages)
-        namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64)
+        namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64, cache.next_token_depth)
         start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv, copies))
         tier = open_on_all(self._group, start, lambda: open_tier(config, start, pool, kv, copies))
         try:

@@ -16,7 +16,7 @@ from distkv.keys import Fingerprint
 
 _PROBE = "key function (key of a probe)"
 _LAYOUT = "layout of the KV memory"
-_NAMING = ("cache.page_size", "cache.key_function")
+_NAMING = ("cache.page_size", "cache.key_function", "cache.next_token_depth")
 _SIZES = ("pages", "gib_per_rank", "gib_per_node", "preemption_pages")
 _POOL = ("pages", "scratch_pages")
 
