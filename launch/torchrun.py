@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         config = load(given.config, ServeConfig)
-        hosts = launching.Hosts.from_environment(config.parallel.tp)
+        hosts = launching.Hosts.from_environment(config.parallel.ranks)
         if given.module in OURS:
             _check(config, given.messages, hosts)
     except (ConfigError, InputFileError, ModelError) as error:
@@ -84,7 +84,7 @@ def _check(config: ServeConfig, messages: str | None, hosts: Hosts) -> None:
     gguf = Path(source).expanduser()
     if not packaged and not (gguf.suffix == ".gguf" and gguf.is_file()):  # those are converted, which is the ranks' job
         model_folder(source)
-    hosts.check_number(config.parallel.tp)
+    hosts.check_number(config.parallel.ranks)
     check_devices(config.model.device, config.group.transport, 0, hosts.processes)
 
 

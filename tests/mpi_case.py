@@ -115,7 +115,7 @@ def main() -> None:
 
 def sum_of(ranks: Ranks) -> Any:
     tensor = torch.tensor([ranks.rank + 1])
-    dist.all_reduce(tensor, group=ranks.tp_group)
+    dist.all_reduce(tensor, group=ranks.mesh.group)
     return tensor
 
 

@@ -82,8 +82,9 @@ def main(arguments: Sequence[str]) -> int:
         if given.repeat < 1 or min(given.prompts) < 1:
             raise InputFileError("--repeat and --prompts", 0, "must be at least 1")
         config = load(given.config, ServeConfig)
-        if config.parallel.tp != 1:
-            raise ConfigError("parallel.tp", f"is {config.parallel.tp}, but this is measured on one rank; set it to 1")
+        if config.parallel.ranks != 1:
+            raise ConfigError("parallel.tp", f"is {config.parallel.tp} and parallel.sp {config.parallel.sp}, but this is "
+                                             "measured on one rank; set both to 1")  # fmt: skip
         files.refuse_unwritable(given.json)
         costs = measure(config, given.prompts, given.repeat)
     except DistKVError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from distkv.engine.grouped import attend
 from distkv.engine.pool import KVPool
 from distkv.engine.tiles import Attention
 from distkv.errors import ModelError
+
+if TYPE_CHECKING:
+    from distkv.engine.ulysses import Share
 
 __all__ = ["ATTENTION_NAME", "Batch", "Span", "paged_attention", "register"]
 
@@ -45,6 +48,7 @@ class Batch:
     ``calls`` counts the layers that came through :func:`paged_attention`, so that a model which computes attention
     in some other way is found out and not served without its KV memory. A span with an empty table is a filler: its
     rows are computed to give a batch its size, and attend to nothing. ``tiled`` is how a batch-invariant model attends.
+    ``share`` is this rank's part in the batch if its rows are split over ranks.
     """
 
     pool: KVPool
@@ -54,6 +58,7 @@ class Batch:
     spans: Sequence[Span]
     calls: int = field(default=0)
     tiled: Attention | None = None
+    share: Share | None = None
 
     @classmethod
     def build(
@@ -100,7 +105,9 @@ def paged_attention(
 
     ``query`` is ``[1, heads, rows, d]``, ``key`` and ``value`` ``[1, kv_heads, rows, d]``, positions applied. Writes K
     and V to their slots first, then lets each span attend over its pages, so a row sees exactly what a later request
-    will see. Returns ``[1, rows, heads, d]``. Raises ``ModelError`` for anything but plain causal attention.
+    will see. Returns ``[1, rows, heads, d]``. Where rows are split over ranks, ``rows`` and ``heads`` are what this one
+    computes outside attention, and all rows of its own heads come together in between.
+    Raises ``ModelError`` for anything but plain causal attention.
     """
     if distkv is None:
         raise ModelError(f"a model with {type(module).__name__} is not served: its layers do not hand the keyword "
@@ -115,6 +122,8 @@ def paged_attention(
         )
     layer = module.layer_idx
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if distkv.share is not None:
+        q, k, v = distkv.share.enter(q, k, v)
     distkv.pool.write(layer, distkv.slots, k, v)
     scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -134,6 +143,8 @@ def paged_attention(
         causal = span.start == 0 and span.n > 1
         out[rows] = attend(q[rows], keys, values, scale, mask=span.mask, causal=causal)
     distkv.calls += 1
+    if distkv.share is not None:
+        out = distkv.share.leave(out)
     return out.unsqueeze(0), None
 
 

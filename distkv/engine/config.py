@@ -37,10 +37,20 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the model is split over ranks."""
+    """How an instance of the model is split over ranks: tp x sp of them, each with its own heads of keys and values.
+    Their number divides the model's KV heads."""
 
     tp: int = setting(1, agreed=True, low=1, high=1024)
-    """Tensor-parallel degree: a divisor of the model's KV heads. The number of processes started is a multiple."""
+    """Tensor-parallel degree: over how many ranks the weights are split."""
+
+    sp: int = setting(1, agreed=True, low=1, high=1024)
+    """Sequence-parallel degree (Ulysses): over how many ranks the tokens of a prompt are split. Each of them has all of
+    the weights that tp leaves a rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of an instance."""
+        return self.tp * self.sp
 
 
 @dataclass(frozen=True, kw_only=True)

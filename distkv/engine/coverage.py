@@ -21,7 +21,7 @@ def check_recording(model: Model, recording: Recording, todo: Sequence[RecordedR
     Cached pages and computed chunks must be all tokens of a request, cached pages must have been computed for its
     tokens, and the ranks must have the same schedule.
     """
-    problem = _problem(todo, recording, model.tp_rank)
+    problem = _problem(todo, recording, model.rank)
     _same_on_all_ranks(model, recording, todo, problem)
     if problem is not None:
         raise problem
@@ -45,11 +45,11 @@ def _same_on_all_ranks(
 
     A rank with a ``problem`` of its own tells the others, which raise too: none may wait for it.
     """
-    if model.tp_group is None:
+    if model.group is None:
         return
     plan = [(r.id, r.origin, r.computed) for r in (*recording.requests.values(), *todo)]
     mine = xxhash.xxh3_64_digest(repr((plan, recording.batches)).encode()) if problem is None else b""
-    group = TorchGroup(model.tp_group, timeout_s=model.timeout_s)
+    group = TorchGroup(model.group, timeout_s=model.timeout_s)
     digests = group.exchange(mine, purpose="the gate's comparison of schedules")
     if problem is not None:
         return

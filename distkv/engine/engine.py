@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 class Engine:
     """One rank of the engine. Rank 0 takes requests; every rank calls :meth:`step` equally often.
 
-    The engine owns its pool and its cache. It does not own groups: ``model.tp_group`` carries the model's sums,
-    ``handoff_group`` (the same if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and none
-    is destroyed or reconfigured here; but if a rank fails, the first two are aborted, so that nobody waits in them for
-    it. All three have the model's ranks, in its order; ``cache_group`` is None only for
-    a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool that the memory cannot hold,
+    The engine owns its pool and its cache. It does not own groups: those of ``model.mesh`` carry what a pass sends,
+    ``handoff_group`` (``model.group`` if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and
+    none is destroyed or reconfigured here; but if a rank fails, all but the last are aborted, so that nobody waits in
+    them for it. ``handoff_group`` and ``cache_group`` have all of the model's ranks, tp and sp alike, in its order;
+    ``cache_group`` is None only for a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool that the memory cannot hold,
     ``GroupMismatch`` for ranks that were started differently, and ``NotInvariant``.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
 
@@ -61,14 +61,16 @@ class Engine:
         handoff_group: dist.ProcessGroup | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        if config.parallel.tp != model.tp_size:
-            raise ModelError(f"parallel.tp is {config.parallel.tp}, but the model lies on {model.tp_size} rank(s)")
-        handoff_group = handoff_group or model.tp_group
+        mesh = model.mesh
+        if (config.parallel.tp, config.parallel.sp) != (mesh.tp, mesh.sp):
+            raise ModelError(f"parallel.tp is {config.parallel.tp} and parallel.sp {config.parallel.sp}, but the model "
+                             f"lies on tp {mesh.tp} x sp {mesh.sp}")  # fmt: skip
+        handoff_group = handoff_group or mesh.group
         # ranks that compute one model must decide together: each alone, they would read pages that do not match
         cache_place = (cache_group.rank, cache_group.size) if cache_group is not None else (0, 1)
-        check_group("cache_group", cache_place, (model.tp_rank, model.tp_size))
-        check_group("handoff_group", place_in(handoff_group), (model.tp_rank, model.tp_size))
-        if config.cache.asynchronous and model.tp_group is not None and handoff_group is model.tp_group:
+        check_group("cache_group", cache_place, (mesh.rank, mesh.size))
+        check_group("handoff_group", place_in(handoff_group), (mesh.rank, mesh.size))
+        if config.cache.asynchronous and handoff_group in mesh.in_passes:
             raise ModelError("cache.asynchronous is true: the model's sums then run in a thread, beside the hand-off "
                              "and the cache's ballot; give handoff_group and cache_group groups of their own")
         if model.query_tiles is not None and not config.engine.batch_invariant:
@@ -79,7 +81,7 @@ class Engine:
         launcher = Launcher(model, self.pool, lambda: self.cache.fence(), asynchronous=config.cache.asynchronous)
         # First of all that the ranks do together: what follows is to be the same on all, and here they compare it.
         self.cache = PrefixCache(config, _fingerprint(config, model), cache_group,
-                                 kv=self.pool.paged(model.tp_rank, model.tp_size))
+                                 kv=self.pool.paged(mesh.rank, mesh.size))
         if config.engine.batch_invariant:
             try:
                 enable(model, handoff_group)
@@ -99,7 +101,7 @@ class Engine:
             self.cache, model, launcher, scheduler or grid, tokenizer, config.engine, self._intake.ended,
         )  # fmt: skip
         self._overlap = config.engine.overlap
-        self._abort_waits = _aborting({model.tp_group, handoff_group})
+        self._abort_waits = _aborting({*mesh.in_passes, handoff_group})
         self._forget_faults = cache_group.on_fault(self._abort_waits) if cache_group is not None else lambda: None
 
     @property
@@ -305,7 +307,8 @@ class Engine:
 def _fingerprint(config: ServeConfig, model: Model) -> Fingerprint:
     attention = "distkv-engine-tiles" if config.engine.batch_invariant else "distkv-engine-sdpa"
     return Fingerprint(
-        model=model.identity, tp=model.tp_size, dtype=config.model.dtype, attention=attention,
+        model=model.identity, tp=model.mesh.tp, sp=model.mesh.sp, dtype=config.model.dtype,
+        attention=attention,
         kv_layout="layers,planes,pages,tokens,heads,dim",
     )  # fmt: skip
 

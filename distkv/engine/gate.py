@@ -53,7 +53,7 @@ def check(
     """
     if not any(r.cached_tokens for r in recording.requests.values() if r.kv is not None):
         raise GateFailed("no request of the recorded run took a token from the cache: the gate has nothing to compare")
-    return compare(recording, recompute(model, recording, continued=continued, progress=progress), rank=model.tp_rank)
+    return compare(recording, recompute(model, recording, continued=continued, progress=progress), rank=model.rank)
 
 
 def recompute(

@@ -39,12 +39,13 @@ _LONGEST = 160
 
 @torch.inference_mode()
 def enable(model: Model, group: dist.ProcessGroup | None = None) -> None:
-    """Makes ``model`` batch-invariant and tests that it is. Every rank of ``model.tp_group`` calls it together.
+    """Makes ``model`` batch-invariant and tests that it is. Every rank of ``model.mesh`` calls it together.
 
-    ``group``: over which the ranks tell each other the outcome, ``model.tp_group`` if it is None. Raises
+    ``group``: over which the ranks tell each other the outcome, ``model.group`` if it is None. Raises
     ``NotInvariant`` on all ranks if one finds a difference or cannot run the test; that one raises what stopped it. The
     model is then as it was. But what fails inside the model's passes leaves no other way than to abort
-    ``model.tp_group``: it cannot be used any more, and without a ``group`` beside it the others raise PeerLost.
+    the groups of ``model.mesh``: they cannot be used any more, and without a ``group`` beside them the others raise
+    PeerLost.
     A second call does nothing.
     """
     if model.query_tiles is not None:
@@ -61,8 +62,8 @@ def enable(model: Model, group: dist.ProcessGroup | None = None) -> None:
         model.query_tiles = SIZES
         if model.sums is not None:
             model.sums.in_rank_order = True
-        _together(model, group or model.tp_group, test_kernels)
-        _together(model, group or model.tp_group, lambda: _test_model(model), has_sums=True)
+        _together(model, group or model.group, test_kernels)
+        _together(model, group or model.group, lambda: _test_model(model), in_passes=True)
     except BaseException:
         for module in wrapped:
             del module.forward
@@ -101,9 +102,9 @@ def _is_activation(module: nn.Module) -> bool:
 
 
 def _together(
-    model: Model, group: dist.ProcessGroup | None, test: Callable[[], None], *, has_sums: bool = False
+    model: Model, group: dist.ProcessGroup | None, test: Callable[[], None], *, in_passes: bool = False
 ) -> None:
-    """A part of the self-test, after which all ranks go on, or all raise. ``has_sums``: they wait for each other in it.
+    """A part of the self-test, after which all ranks go on, or all raise. ``in_passes``: they wait for each other in it.
 
     Under gloo the others notice an aborted group at once, under NCCL by the deadline of the group.
     """
@@ -112,17 +113,17 @@ def _together(
         test()
     except Exception as error:  # noqa: BLE001
         mine = error  # handed to all ranks below, and raised here
-    if group is None or model.tp_size == 1:
+    if group is None or model.size == 1:
         if mine is not None:
             raise mine
         return
     lost = mine is not None and transport_failed(mine)
-    if mine is not None and has_sums and not isinstance(mine, NotInvariant):
-        assert model.tp_group is not None
-        # The others wait in a sum for this rank, or, if it only lost another one, for what it has not passed on: one
+    if mine is not None and in_passes and not isinstance(mine, NotInvariant):
+        # The others wait in a pass for this rank, or, if it only lost another one, for what it has not passed on: one
         # broken connection ends only the waits at its two ends.
-        abort(model.tp_group)
-        if group is model.tp_group:
+        for each in model.mesh.in_passes:
+            abort(each)
+        if group in model.mesh.in_passes:
             raise mine
     _raise_together(mine, lost, TorchGroup(group, timeout_s=model.timeout_s))
 
@@ -205,7 +206,7 @@ def same_rows(tile: torch.Tensor, reference: torch.Tensor) -> bool:
 
 def _query_tiles(model: Model) -> tuple[int, ...]:
     """The tiles of queries that give the bits of the small one, under short and long contexts."""
-    heads = model.module.config.num_attention_heads // model.tp_size
+    heads = model.module.config.num_attention_heads // model.size
     longest = padded_keys(min(model.context, 8 * KEYS))
     keys, values = (_random(model, longest, model.kv_heads, model.head_dim, seed=seed) for seed in (1, 2))
     query = _random(model, longest, heads, model.head_dim, seed=3)

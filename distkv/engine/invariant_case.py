@@ -88,7 +88,7 @@ def _length(random: np.random.Generator, longest: int) -> int:
 def differences(model: Model, case: Case) -> list[str]:
     """Where the schedule's bits are not those of each sequence alone in one pass; empty if they are the same.
 
-    Every rank of ``model.tp_group`` calls it with the same case, and looks at its own pages.
+    Every rank of ``model.mesh`` calls it with the same case, and looks at its own pages.
     """
     size = case.page_size
     pages = [-(-len(ids) // size) for ids in case.tokens]

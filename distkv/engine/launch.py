@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distkv._text import counted
 from distkv.config import GroupConfig
 from distkv.engine import mpi_launch
+from distkv.engine.mesh import Mesh, lay_out
 from distkv.errors import ConfigError, DistKVError, GroupError, GroupTimeout, PeerLost
 from distkv.group import Group
 from distkv.layout import Layout, ranks_on_host
@@ -51,17 +52,19 @@ class StartFailed(DistKVError):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among its peers. The groups are None for a single rank, which needs none."""
+    """This process among those of its instance. The groups are None for a single rank, which needs none."""
 
     rank: int
     size: int
     device: torch.device
-    tp_group: dist.ProcessGroup | None = None
-    """For the sums in the model."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """For the model."""
     handoff_group: dist.ProcessGroup | None = None
     """For rank 0's messages, over the host."""
     cache_group: Group | None = None
     """For the cache's collective: its own group, so that it never waits for the others."""
+    replica: int = 0
+    """Number of this instance, of those that were started together."""
 
 
 def choose_device(wanted: str, local_rank: int, local_ranks: int) -> torch.device:
@@ -87,15 +90,17 @@ def make_groups(
     tp: int,
     timeout_s: float,
     *,
+    sp: int = 1,
     device: torch.device | str = "cpu",
     transport: str = "auto",
     idle_timeout_s: float = 600.0,
     start_s: float = START_S,
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Group]:
-    """This rank's groups for the model, the hand-off and the cache; ranks ``0 .. tp-1`` are the first, and so on.
+) -> tuple[Mesh, dist.ProcessGroup, Group]:
+    """This rank's groups for the model, the hand-off and the cache of its instance of tp x sp ranks.
 
-    Every rank makes every group, in one global order, because ``torch.distributed`` asks for it. ``transport`` is
-    ``group.transport``: what carries the cache's collective; ``idle_timeout_s`` is the engine's, for the hand-off.
+    Ranks ``0 .. tp x sp - 1`` are the first instance, and so on. Every rank makes every group, those of other instances
+    too, in one global order, because ``torch.distributed`` asks for it. ``transport`` is ``group.transport``: what
+    carries the cache's collective; ``idle_timeout_s`` is the engine's, for the hand-off.
     Raises GroupTimeout or PeerLost if another rank does not make them too, within ``start_s`` (or ``timeout_s``, or for
     the hand-off's group ``idle_timeout_s``, if these are longer: a group of torch has one deadline for all it does).
     """
@@ -106,15 +111,24 @@ def make_groups(
     if transport != "mpi":
         kinds.append((fast if transport == "auto" else transport, start))
     mine: list[dist.ProcessGroup] = []
-    for first in range(0, size, tp):
-        members = list(range(first, first + tp))
+    mesh: Mesh | None = None
+    ranks = tp * sp
+
+    def in_passes(members: list[int]) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(members, timeout=start, backend=fast)
+        return made
+
+    for first in range(0, size, ranks):
+        members = list(range(first, first + ranks))
         with named_failures("making the groups", start.total_seconds(), rank=rank):
             made = [dist.new_group(members, timeout=timeout, backend=backend) for backend, timeout in kinds]
-        if rank in members:
-            mine = made
+            laid_out = lay_out(members, made[0], tp, sp, in_passes)
+        if laid_out is not None:
+            mine, mesh = made, laid_out
+    assert mesh is not None
     if transport == "mpi":
-        return mine[0], mine[1], mpi_launch.cache_group(rank // tp * tp, tp, timeout_s, mine[1])
-    return mine[0], mine[1], TorchGroup(mine[2], timeout_s=timeout_s)
+        return mesh, mine[1], mpi_launch.cache_group(rank // ranks * ranks, ranks, timeout_s, mine[1])
+    return mesh, mine[1], TorchGroup(mine[2], timeout_s=timeout_s)
 
 
 @contextmanager
@@ -123,32 +137,31 @@ def launched(
     tp: int,
     timeout_s: float,
     *,
+    sp: int = 1,
+    replicas: int = 1,
     device: str = "auto",
     transport: str = "auto",
     idle_timeout_s: float = 600.0,
     heartbeat_s: float | None = None,
     start_s: float = START_S,
 ) -> Iterator[Ranks]:
-    """Joins the processes that torchrun or mpirun started; the ranks leave together.
+    """Joins the processes that torchrun or mpirun started, tp x sp for each of ``replicas`` instances; they leave together.
 
     The cache's group has its watchdog from here on (``timeout_s`` and ``heartbeat_s`` are ``group``'s), so that a rank
     that stops while the model is loaded is noticed.
-    Raises ConfigError if their number is not ``tp``, or if the device or transport asked for is not there; GroupTimeout
-    or PeerLost if a rank does not join (``start_s``, see :func:`make_groups`) or does not leave (``timeout_s``).
+    Raises ConfigError if their number is another one, or if the device or transport asked for is not there;
+    GroupTimeout or PeerLost if a rank does not join (``start_s``, see :func:`make_groups`) or does not leave
+    (``timeout_s``; an instance waits ``idle_timeout_s`` for the others).
     A process group that somebody else has initialised is used and neither reconfigured nor destroyed. After an error
     nothing is destroyed: torch aborts the process that destroys a group with unfinished work (see ``quickstart``).
     """
     rank, size = layout.rank, layout.world_size
-    if size != tp:
-        were = counted(size, "process was", "processes were")
-        how = f"mpirun -n {tp}" if layout.source == "mpirun" else f"torchrun --nproc-per-node {tp}"
-        raise ConfigError("parallel.tp", f"is {tp}, but {were} started; start {tp} ({how}), "
-                                         f"or set parallel.tp to {size}")  # fmt: skip
+    _check_number(layout, tp, sp, replicas)
     chosen = check_devices(device, transport, layout.local_rank, ranks_on_host(size))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if size == 1:
-        yield Ranks(0, 1, chosen)
+    if tp * sp == 1:
+        yield Ranks(0, 1, chosen, replica=rank)
         return
     ours = not dist.is_initialized()
     if ours:
@@ -156,19 +169,35 @@ def launched(
         store = mpi_launch.meet(rank, size, seconds) if layout.source == "mpirun" else None
         with named_failures("the meeting of the ranks", seconds, rank=rank):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=deadline(seconds))
-    groups = make_groups(tp, timeout_s, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
+    groups = make_groups(tp, timeout_s, sp=sp, device=chosen, transport=transport, idle_timeout_s=idle_timeout_s,
                          start_s=start_s)  # fmt: skip
     try:
         groups[2].configure(GroupConfig(timeout_s=timeout_s, heartbeat_s=heartbeat_s))
         groups[2].exchange(b"")  # which starts it
-        yield Ranks(rank, size, chosen, *groups)
+        yield Ranks(rank % (tp * sp), tp * sp, chosen, *groups, replica=rank // (tp * sp))
     finally:
         groups[2].close()  # nobody watches a rank that leaves; the exchange below has a deadline of its own
     if ours:
         # Whoever leaves first breaks the others' connections, and the launcher ends the rest when one has failed.
         TorchGroup(groups[1], timeout_s=timeout_s).exchange(b"")
+        if replicas > 1:
+            TorchGroup(timeout_s=idle_timeout_s).exchange(b"", purpose="the end of the other instances")
         dist.destroy_process_group()
         mpi_launch.finalize()
+
+
+def _check_number(layout: Layout, tp: int, sp: int, replicas: int) -> None:
+    """Raises ConfigError unless as many processes were started as are wanted."""
+    size, wanted = layout.world_size, replicas * tp * sp
+    if size == wanted:
+        return
+    were = counted(size, "process was", "processes were")
+    how = f"mpirun -n {wanted}" if layout.source == "mpirun" else f"torchrun --nproc-per-node {wanted}"
+    start = f"but {were} started; start {wanted} ({how})"
+    if sp == replicas == 1:
+        raise ConfigError("parallel.tp", f"is {tp}, {start}, or set parallel.tp to {size}")
+    each = f"{replicas} instances of tp {tp} x sp {sp}" if replicas > 1 else f"tp {tp} x sp {sp}"
+    raise ConfigError("parallel", f"is for {each}, {start}, or change it")
 
 
 def on_all_ranks(ranks: Ranks, timeout_s: float, make: Callable[[], T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ import xxhash
 
 from distkv.engine.attention import ATTENTION_NAME, Batch, register
 from distkv.engine.config import ModelConfig
+from distkv.engine.mesh import Mesh
 from distkv.engine.pool import KVPool
 from distkv.engine.served import check_attention, check_norms
 from distkv.engine.sources import model_folder
-from distkv.engine.tensor_parallel import Sums, check_degree, part_of, reduce_outputs
+from distkv.engine.tensor_parallel import Sums, check_mesh, part_of, reduce_outputs
 from distkv.engine.tiles import Attention
+from distkv.engine.ulysses import Ulysses, joining
 from distkv.errors import ModelError
 
 __all__ = ["Model", "load_model", "load_tokenizer"]
@@ -45,15 +47,31 @@ class Model:
     context: int
     stop_ids: frozenset[int]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    tp_rank: int = 0
-    tp_size: int = 1
-    tp_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    mesh: Mesh = field(default_factory=Mesh)
+    """The ranks that compute it together."""
     timeout_s: float = 30.0
-    """Seconds that a rank waits for the others of ``tp_group``."""
+    """Seconds that a rank waits for the others of ``mesh``."""
     sums: Sums | None = field(default=None, repr=False)
-    """How the parts of ``tp_group`` are added up."""
+    """How the parts of ``mesh.tp_group`` are added up."""
+    ulysses: Ulysses | None = field(default=None, repr=False)
+    """How tokens are split over ``mesh.sp_group``."""
     query_tiles: tuple[int, ...] | None = None
     """Set by :func:`distkv.engine.invariant.enable`: this model is batch-invariant, with these tiles of queries."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among those that compute the model."""
+        return self.mesh.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that compute the model."""
+        return self.mesh.size
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of all ranks that compute the model; None for one rank."""
+        return self.mesh.group
 
     def pool(self, pages: int, page_size: int) -> KVPool:
         """A new, zeroed pool for this rank's heads. Raises ``ConfigError`` if the memory cannot hold it."""
@@ -66,18 +84,17 @@ class Model:
     def forward(self, batch: Batch, keep: list[int]) -> torch.Tensor:
         """Writes the batch's KV to its slots; returns the logits ``[len(keep), vocab]`` of the rows ``keep``.
 
-        With tp > 1 every rank has to call it with the same rows: there is a sum over the group in every layer.
+        Every rank of ``mesh`` has to call it with the same batch: in each layer there are sums and exchanges. The
+        logits are the same on all of them, bit for bit.
         """
         batch.calls = 0
         batch.tiled = Attention(self.query_tiles) if self.query_tiles is not None else None
-        rows = torch.tensor(keep, dtype=torch.int64, device=self.device)
-        out = self.module(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            distkv=batch,
-            logits_to_keep=rows,
-        )
+        if self.ulysses is None:
+            out = self._run(batch, batch.tokens, batch.positions, keep)
+        else:
+            share = batch.share = self.ulysses.share([span.n for span in batch.spans], keep)
+            with joining(self.module, share):
+                out = self._run(batch, share.rows(batch.tokens), share.rows(batch.positions), share.keep)
         if batch.calls != self.layers:
             raise ModelError(
                 f"{type(self.module).__name__} sent {batch.calls} of its {self.layers} layers through the attention "
@@ -86,35 +103,44 @@ class Model:
         logits: torch.Tensor = out.logits[0]
         return logits
 
+    def _run(self, batch: Batch, tokens: torch.Tensor, positions: torch.Tensor, keep: Sequence[int]) -> Any:
+        rows = torch.tensor(keep, dtype=torch.int64, device=self.device)
+        return self.module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, distkv=batch,
+                           logits_to_keep=rows)  # fmt: skip
+
 
 def load_model(
     config: ModelConfig,
-    tp_group: dist.ProcessGroup | None = None,
+    ranks: dist.ProcessGroup | Mesh | None = None,
     *,
     device: torch.device | str = "cpu",
     timeout_s: float = 30.0,
 ) -> Model:
     """Loads this rank's part of a model; only its slices are kept, whole tensors stay in the file's mapping.
 
-    ``tp_group`` is any group of ``torch.distributed``, ours or an embedding engine's; None means the whole model. Its
-    backend has to serve ``device``, where weights and pools will lie; ``timeout_s`` bounds its sums.
-    Raises ``ModelError`` for a model that is missing, cannot be split over the group, or has no attention interface.
+    ``ranks`` is any group of ``torch.distributed``, ours or an embedding engine's, for tensor parallelism alone, or a
+    mesh of such groups; None means the whole model. Their backend has to serve ``device``, where weights and pools will
+    lie; ``timeout_s`` bounds what a pass waits for other ranks.
+    Raises ``ModelError`` for a model that is missing, cannot be split over the ranks, or has no attention interface.
     """
+    mesh = ranks if isinstance(ranks, Mesh) else Mesh(group=ranks, tp_group=ranks)
     folder = model_folder(config.source, config.cache_dir)
-    rank, tp = (dist.get_rank(tp_group), dist.get_world_size(tp_group)) if tp_group is not None else (0, 1)
     dtype = _DTYPES[config.dtype]
     settings = _settings(folder)
     _check_sizes(settings, folder)
     check_attention(settings, folder)
-    check_degree(settings, tp)
+    check_mesh(settings, mesh.tp, mesh.sp)
     module = _skeleton(settings, dtype, folder)
-    if tp > 1:
+    if mesh.tp > 1:
         check_norms(module)
-    _fill(module, folder, dtype, rank, tp)
+    _fill(module, folder, dtype, mesh.tp_rank, mesh.tp)
     module.to(device)
-    sums = Sums(tp_group, timeout_s) if tp_group is not None and tp > 1 else None
+    sums = Sums(mesh.tp_group, timeout_s) if mesh.tp_group is not None and mesh.tp > 1 else None
     if sums is not None:
         reduce_outputs(module, sums)
+    ulysses = None
+    if mesh.sp_group is not None and mesh.sp > 1:
+        ulysses = Ulysses(mesh.sp_group, mesh.sp_rank, mesh.sp, timeout_s)
     kv_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     return Model(
@@ -122,17 +148,16 @@ def load_model(
         identity=f"{settings.model_type}-{_identity(folder)}",
         dtype=dtype,
         layers=settings.num_hidden_layers,
-        kv_heads=kv_heads // tp,
+        kv_heads=kv_heads // mesh.size,
         head_dim=head_dim,
         vocab_size=settings.vocab_size,
         context=settings.max_position_embeddings,
         stop_ids=_stop_ids(module),
         device=torch.device(device),
-        tp_rank=rank,
-        tp_size=tp,
-        tp_group=tp_group,
+        mesh=mesh,
         timeout_s=timeout_s,
         sums=sums,
+        ulysses=ulysses,
     )
 
 

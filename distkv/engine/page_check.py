@@ -136,9 +136,9 @@ class _HostPages:
 
 def _of_all_ranks(model: Model, mine: list[bytes]) -> list[bytes]:
     """The prefixes of all ranks, in one order, each once; neighbours share what they can."""
-    if model.tp_group is None:
+    if model.group is None:
         return mine
-    group = TorchGroup(model.tp_group, timeout_s=model.timeout_s)
+    group = TorchGroup(model.group, timeout_s=model.timeout_s)
     told = group.exchange(json.dumps([data.hex() for data in mine]).encode(), purpose="the exchange of cached prefixes")
     return sorted({bytes.fromhex(text) for data in told for text in json.loads(data)})
 

@@ -63,7 +63,7 @@ def joined(config: ServeConfig, layout: Layout) -> Iterator[Ranks]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
     quiet(layout.rank)
     with launched(
-        layout, config.parallel.tp, config.group.timeout_s, device=config.model.device,
+        layout, config.parallel.tp, config.group.timeout_s, sp=config.parallel.sp, device=config.model.device,
         transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,
         heartbeat_s=config.group.heartbeat_s,
     ) as ranks:  # fmt: skip

@@ -83,8 +83,8 @@ def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *
         for line in errors_by_rank(failed.errors):
             out.error(line)
         return 2
-    heads = counted(model.kv_heads * model.tp_size, "KV head")
-    out.phase(f"ready: {counted(model.layers, 'layer')}, {heads} over {counted(model.tp_size, 'rank')}, "
+    heads = counted(model.kv_heads * model.size, "KV head")
+    out.phase(f"ready: {counted(model.layers, 'layer')}, {heads} over {counted(model.size, 'rank')}, "
               f"{counted(config.pool.pages, 'page')} of {counted(config.cache.page_size, 'token')}")  # fmt: skip
     rows: list[Turn | Refusal] = []
     try:
@@ -103,7 +103,7 @@ def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *
 
 
 def _load(config: ServeConfig, ranks: Ranks) -> tuple[Model, Any]:
-    model = load_model(config.model, ranks.tp_group, device=ranks.device, timeout_s=config.group.timeout_s)
+    model = load_model(config.model, ranks.mesh, device=ranks.device, timeout_s=config.group.timeout_s)
     # The engine's may fail on one rank alone, and then the others would wait for it where caches are compared.
     model.pool(config.pool.pages, config.cache.page_size)
     tokenizer = load_tokenizer(config.model) if ranks.rank == 0 else None
@@ -199,7 +199,7 @@ def _check_and_report(engine: Engine, ranks: Ranks, rows: list[Turn | Refusal], 
         these = f"{counted(len(names), 'turn is', 'turns are')} computed again"
         out.phase(f"checking the bits: {these}, without the cache, in the same batches")
         again = gate.recompute(engine.model, recording, names, continued=True, progress=_progress(out))
-        report = compare(recording, again, rank=engine.model.tp_rank)
+        report = compare(recording, again, rank=engine.model.rank)
     refused = sum(isinstance(row, Refusal) for row in rows)
     told = [json.dumps([report.differences, sorted(report.differing), refused]).encode()]
     if ranks.cache_group is not None:

@@ -19,7 +19,17 @@ from torch import nn
 from distkv.errors import ModelError
 from distkv.torch_group import deadline, named_failures
 
-__all__ = ["Sums", "added", "allowed_degrees", "check_degree", "check_group", "part_of", "place_in", "reduce_outputs"]
+__all__ = [
+    "Sums",
+    "added",
+    "allowed_degrees",
+    "allowed_meshes",
+    "check_group",
+    "check_mesh",
+    "part_of",
+    "place_in",
+    "reduce_outputs",
+]
 
 _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})
@@ -27,25 +37,44 @@ _WHOLE = frozenset({"lm_head"})
 
 
 def allowed_degrees(config: Any) -> list[int]:
-    """Every degree by which a model with this ``transformers`` configuration can be split."""
+    """Every degree by which the weights of a model with this ``transformers`` configuration can be split."""
     common = math.gcd(config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
     return [n for n in range(1, common + 1) if common % n == 0]
 
 
-def check_degree(config: Any, tp: int) -> None:
-    """Raises ``ModelError`` unless heads, KV heads and the MLP can be split evenly over ``tp`` ranks."""
-    if tp == 1:
-        return
-    missing = [n for n in ("num_key_value_heads", "intermediate_size") if not isinstance(getattr(config, n, None), int)]
-    if missing:
-        raise ModelError(f"a {config.model_type} model has no {missing[0]}: it cannot be split; set parallel.tp to 1")
-    degrees = allowed_degrees(config)
-    if tp not in degrees:
+def allowed_meshes(config: Any) -> list[tuple[int, int]]:
+    """Every ``(tp, sp)`` for a model: tp divides heads, KV heads and the MLP, and tp x sp the heads and KV heads.
+
+    Each rank has KV heads of its own: one that several ranks would have to keep alike is not served.
+    """
+    heads = math.gcd(config.num_attention_heads, _kv_heads(config))
+    degrees = allowed_degrees(config) if not _missing(config) else [1]
+    return [(tp, sp) for tp in degrees for sp in range(1, heads // tp + 1) if heads % (tp * sp) == 0]
+
+
+def check_mesh(config: Any, tp: int, sp: int = 1) -> None:
+    """Raises ``ModelError``, which lists the meshes that are allowed, unless a model can run on one of tp x sp."""
+    if tp > 1 and _missing(config):
+        missing = _missing(config)[0]
+        raise ModelError(f"a {config.model_type} model has no {missing}: it cannot be split; set parallel.tp to 1")
+    allowed = allowed_meshes(config) if tp * sp > 1 else [(1, 1)]
+    if (tp, sp) not in allowed:
+        mesh = f"parallel.tp {tp}" if sp == 1 else f"parallel.tp {tp} x sp {sp}"
+        width = getattr(config, "intermediate_size", None)
         raise ModelError(
-            f"parallel.tp {tp} does not divide this model ({config.num_attention_heads} heads, "
-            f"{config.num_key_value_heads} KV heads, MLP width {config.intermediate_size}); "
-            f"allowed: {', '.join(map(str, degrees))}"
+            f"{mesh} does not divide this model ({config.num_attention_heads} heads, {_kv_heads(config)} KV heads"
+            + f", MLP width {width}" * bool(width)
+            + f"); allowed tp x sp: {', '.join(f'{a}x{b}' for a, b in allowed)}"
         )
+
+
+def _missing(config: Any) -> list[str]:
+    """What has to be known of a model whose weights are split, and is not."""
+    return [n for n in ("num_key_value_heads", "intermediate_size") if not isinstance(getattr(config, n, None), int)]
+
+
+def _kv_heads(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or int(config.num_attention_heads)
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

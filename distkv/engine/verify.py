@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         conversations = None if given.random else built_in()
         if given.messages is not None:
             conversations = read_conversations(given.messages)
-        if layout.source == "alone" and config.parallel.tp > 1:
+        if layout.source == "alone" and config.parallel.ranks > 1:
             return _start(config, sys.argv[1:] if arguments is None else arguments)
         with joined(config, layout) as ranks:
             return _run(config, conversations, ranks, schedules=given.schedules, seed=given.seed)
@@ -77,8 +77,8 @@ def _count(text: str) -> int:
 def _start(config: ServeConfig, arguments: Sequence[str]) -> int:
     """The ranks, on this host: they run this module with the same arguments."""
     launching.take_interrupts("distkv")
-    hosts = launching.Hosts.from_environment(config.parallel.tp)
-    hosts.check_number(config.parallel.tp)
+    hosts = launching.Hosts.from_environment(config.parallel.ranks)
+    hosts.check_number(config.parallel.ranks)
     return launching.start("distkv.engine.verify", arguments, hosts, name="distkv", explained=(1, 2, BROKEN_PIPE))
 
 
@@ -121,7 +121,7 @@ def _run(
 
 
 def _load(config: ServeConfig, ranks: Ranks, *, with_tokenizer: bool) -> tuple[Model, Any]:
-    model = load_model(config.model, ranks.tp_group, device=ranks.device, timeout_s=config.group.timeout_s)
+    model = load_model(config.model, ranks.mesh, device=ranks.device, timeout_s=config.group.timeout_s)
     # The engine's may fail on one rank alone, and then the others would wait for it where caches are compared.
     model.pool(config.pool.pages, config.cache.page_size)
     if ranks.rank or not with_tokenizer:

@@ -64,7 +64,7 @@ def problems(config: ServeConfig, machine: Machine, *, nodes: int = 1) -> list[P
 
 
 def _devices(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
-    check_devices(config.model.device, config.group.transport, 0, max(1, config.parallel.tp // nodes))
+    check_devices(config.model.device, config.group.transport, 0, max(1, config.parallel.ranks // nodes))
     yield from ()
 
 
@@ -154,7 +154,7 @@ def _tier_fits(config: ServeConfig, host: HostPlan, ranks: int) -> Iterator[Prob
 
 
 def _host(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
-    ranks = max(1, config.parallel.tp // nodes)
+    ranks = max(1, config.parallel.ranks // nodes)
     if not config.host.configured:
         return
     on_gpu = _on_gpu(config, ranks)
@@ -181,9 +181,9 @@ def _on_gpu(config: ServeConfig, ranks: int) -> bool:
 
 
 def _cores(config: ServeConfig, machine: Machine, nodes: int) -> Iterator[Problem]:
-    ranks, cores = max(1, config.parallel.tp // nodes), machine.cores()
+    ranks, cores = max(1, config.parallel.ranks // nodes), machine.cores()
     if ranks > cores:
-        yield Problem(field="parallel.tp", problem=f"{counted(ranks, 'rank')} share {counted(cores, 'core')}, slowly",
+        yield Problem(field="parallel", problem=f"{counted(ranks, 'rank')} share {counted(cores, 'core')}, slowly",
                       remedy="lower it, or give this process more cores", warning=True)
 
 

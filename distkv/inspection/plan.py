@@ -59,6 +59,7 @@ class Plan:
     heads: int
     context: int
     tp: int
+    sp: int
     nodes: int
     ranks_per_node: int
     page_size: int
@@ -105,15 +106,18 @@ def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory:
     Raises ModelError for a model that cannot be split, ConfigError for ranks that do not fill the nodes and for a host
     tier of less than one page.
     """
-    tp, page, item = config.parallel.tp, config.cache.page_size, _ITEM[config.model.dtype]
-    shape.check_split(tp)
-    if tp % nodes:
-        raise ConfigError("parallel.tp", f"is {tp}, which is not a multiple of {nodes} nodes")
-    per_node = tp // nodes
+    tp, sp, ranks = config.parallel.tp, config.parallel.sp, config.parallel.ranks
+    page, item = config.cache.page_size, _ITEM[config.model.dtype]
+    shape.check_split(tp, sp)
+    if ranks % nodes:
+        raise ConfigError(
+            "parallel.tp", f"is {tp}{f' x sp {sp}' * (sp > 1)}, which is not a multiple of {nodes} nodes"
+        )
+    per_node = ranks // nodes
     groups = tuple(
-        GroupPlan(kind=g.kind, layers=g.layers, kv_heads=g.kv_heads, kv_heads_per_rank=g.kv_heads // tp,
-                  head_dim=g.head_dim, bytes_per_token=g.token_bytes(tp, item),
-                  bytes_per_page=g.token_bytes(tp, item) * page)
+        GroupPlan(kind=g.kind, layers=g.layers, kv_heads=g.kv_heads, kv_heads_per_rank=g.kv_heads // ranks,
+                  head_dim=g.head_dim, bytes_per_token=g.token_bytes(ranks, item),
+                  bytes_per_page=g.token_bytes(ranks, item) * page)
         for g in shape.groups
     )  # fmt: skip
     token = sum(group.bytes_per_token for group in groups)
@@ -136,9 +140,9 @@ def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory:
     tokens = (config.pool.pages - config.pool.scratch_pages) * page
     return Plan(
         model=shape.kind, source=config.model.source, layers=shape.layers, heads=shape.heads, context=shape.context,
-        tp=tp, nodes=nodes, ranks_per_node=per_node, page_size=page, pages=config.pool.pages,
+        tp=tp, sp=sp, nodes=nodes, ranks_per_node=per_node, page_size=page, pages=config.pool.pages,
         scratch_pages=config.pool.scratch_pages, groups=groups, bytes_per_token=token, bytes_per_page=token * page,
-        pool_per_rank=pool, pool_per_node=pool * per_node, pool_of_all_ranks=pool * tp, weights_per_rank=weights,
+        pool_per_rank=pool, pool_per_node=pool * per_node, pool_of_all_ranks=pool * ranks, weights_per_rank=weights,
         metadata_per_rank=metadata, tokens=tokens, longest_request=min(tokens, shape.context), memory=held,
         memory_of=memory_of, most_pages=most, host=host,
     )  # fmt: skip
@@ -202,7 +206,7 @@ def show(plan: Plan) -> str:
     lines = [
         ("model", (f"{plan.model} ({plan.source}): {plan.layers} layers, {plan.heads} heads, "
                   f"context {plan.context:,} tokens")),
-        ("ranks", f"tp {plan.tp}, {ranks}; {heads}"),
+        ("ranks", f"tp {plan.tp}{f' x sp {plan.sp}' * (plan.sp > 1)}, {ranks}; {heads}"),
         ("pages", f"{plan.pages:,} of {plan.page_size} tokens on each rank, {plan.scratch_pages} of them scratch"),
         ("tokens", f"{plan.tokens:,} fit, of running requests and cached prefixes together"),
         ("longest", f"{plan.longest_request:,} tokens of prompt and answer in one request (limited by {bound})"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distkv.engine.sources import config_place
-from distkv.engine.tensor_parallel import allowed_degrees, check_degree, part_of
+from distkv.engine.tensor_parallel import allowed_meshes, check_mesh, part_of
 from distkv.errors import ModelError
 
 __all__ = ["LayerGroup", "ModelShape", "read_shape"]
@@ -29,9 +29,9 @@ class LayerGroup:
     window: int | None = None
     """Tokens that a layer looks back at most; None: all."""
 
-    def token_bytes(self, tp: int, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all layers of the group, on one of ``tp`` ranks."""
-        return self.layers * 2 * (self.kv_heads // tp) * self.head_dim * itemsize
+    def token_bytes(self, ranks: int, itemsize: int) -> int:
+        """Bytes of one token's keys and values in all layers of the group, on one of tp x sp ``ranks``."""
+        return self.layers * 2 * (self.kv_heads // ranks) * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class ModelShape:
     heads: int
     context: int
     """Positions that it was made for (``max_position_embeddings``)."""
-    degrees: tuple[int, ...]
-    """Tensor-parallel degrees that it can be split by; empty if it can run on one rank only."""
+    meshes: tuple[tuple[int, int], ...]
+    """Every (tp, sp) that it can be split by; (1, 1) alone if it can run on one rank only."""
     settings: Any
     """Its ``transformers`` configuration."""
 
@@ -53,9 +53,9 @@ class ModelShape:
         """Of all groups."""
         return sum(group.layers for group in self.groups)
 
-    def token_bytes(self, tp: int, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all layers, on one of ``tp`` ranks."""
-        return sum(group.token_bytes(tp, itemsize) for group in self.groups)
+    def token_bytes(self, ranks: int, itemsize: int) -> int:
+        """Bytes of one token's keys and values in all layers, on one of tp x sp ``ranks``."""
+        return sum(group.token_bytes(ranks, itemsize) for group in self.groups)
 
     def weight_bytes(self, tp: int, itemsize: int) -> list[int]:
         """Bytes of the parameters that each of ``tp`` ranks keeps. Makes the model without memory for its weights."""
@@ -73,9 +73,9 @@ class ModelShape:
                 totals[rank] += parameter.numel() * share[0] // share[1] * itemsize
         return totals
 
-    def check_split(self, tp: int) -> None:
-        """Raises ModelError, with the degrees that are allowed, unless the model can be split over ``tp`` ranks."""
-        check_degree(self.settings, tp)
+    def check_split(self, tp: int, sp: int = 1) -> None:
+        """Raises ModelError, with the meshes that are allowed, unless the model can be split over tp x sp ranks."""
+        check_mesh(self.settings, tp, sp)
 
 
 def read_shape(source: str, cache_dir: Path | None = None) -> ModelShape:
@@ -112,8 +112,8 @@ def shape_of(settings: Any, file: str) -> ModelShape:
         for kind, n in sorted(kinds.items())
     )
     try:
-        degrees = tuple(allowed_degrees(settings))
+        meshes = tuple(allowed_meshes(settings))
     except (AttributeError, TypeError):
-        degrees = (1,)
-    return ModelShape(kind=settings.model_type, groups=groups, heads=heads, context=context, degrees=degrees,
+        meshes = ((1, 1),)
+    return ModelShape(kind=settings.model_type, groups=groups, heads=heads, context=context, meshes=meshes,
                       settings=settings)  # fmt: skip

@@ -185,7 +185,7 @@ def test_a_turn_hashes_its_new_tokens_alone(engine: Engine) -> None:
 
 
 def test_model_and_configuration_must_fit(folders: Folders) -> None:
-    with pytest.raises(ModelError, match=r"parallel.tp is 2, but the model lies on 1 rank"):
+    with pytest.raises(ModelError, match=r"parallel.tp is 2 and parallel.sp 1, but the model lies on tp 1 x sp 1"):
         tiny.engine(tiny.config(folders("llama", 4), tp=2))
 
 

@@ -29,7 +29,7 @@ def two_replicas_case(rank: int, world_size: int, folder: Path) -> tuple[list[in
     engine = Engine(settings, load_model(settings.model, group), cache_group=cache_group,
                     handoff_group=handoff_group)
     answers = []
-    if dist.get_rank(group) == 0:
+    if group.rank == 0:
         for seed in (1, 1):
             prompt = Prompt(tokens=tiny.tokens(40 + rank, seed))
             answers.append(engine.generate([prompt])[0].token_ids)
@@ -109,7 +109,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 def test_one_rank_needs_no_group_and_a_wrong_number_is_named() -> None:
     with launched(Layout(), 1, 30.0) as ranks:
-        assert ranks.tp_group is None
+        assert ranks.mesh.group is None
     assert not dist.is_initialized()
     with pytest.raises(ConfigError, match=r"is 3, but 1 process was started"), launched(Layout(), 3, 30.0):
         pass

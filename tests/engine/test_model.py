@@ -82,7 +82,8 @@ def degree_case(rank: int, world_size: int, folder: Path) -> str:
 def test_a_degree_that_does_not_divide_names_those_that_do(folders: Folders) -> None:
     for message in run_ranks(degree_case, 3, (folders("qwen3", 4),), timeout_s=240.0):
         assert message == (
-            "parallel.tp 3 does not divide this model (12 heads, 4 KV heads, MLP width 192); allowed: 1, 2, 4"
+            "parallel.tp 3 does not divide this model (12 heads, 4 KV heads, MLP width 192); "
+            "allowed tp x sp: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1"
         )
 
 

@@ -116,7 +116,7 @@ def serve(
     engine = Engine(settings, model, cache_group=ballots, handoff_group=handoff)
     recording = engine.recording = Recording(engine.pool)
     done: list[Completion] = []
-    if model.tp_rank:
+    if model.rank:
         engine.follow()
     else:
         done = answer(engine, prompts)
@@ -128,7 +128,7 @@ def serve(
         report = compare(recording, {
             part: expected_of(recording.requests[part], cold.requests[str(prompt.id)[0]])
             for prompt in prompts for part in recording.parts(str(prompt.id))
-        }, rank=model.tp_rank)  # fmt: skip
+        }, rank=model.rank)  # fmt: skip
     run = Run(
         tokens={c.id: c.token_ids for c in done},
         cached={str(p.id): recording.requests[recording.parts(str(p.id))[-1]].cached_tokens for p in prompts},
