@@ -83,8 +83,8 @@ def main(arguments: Sequence[str]) -> int:
             raise InputFileError("--repeat and --prompts", 0, "must be at least 1")
         config = load(given.config, ServeConfig)
         if config.parallel.ranks != 1:
-            raise ConfigError("parallel.tp", f"is {config.parallel.tp} and parallel.sp {config.parallel.sp}, but this is "
-                                             "measured on one rank; set both to 1")  # fmt: skip
+            raise ConfigError("parallel.tp", f"is {config.parallel.tp} and parallel.sp {config.parallel.sp}, but this "
+                                             "is measured on one rank; set both to 1")  # fmt: skip
         files.refuse_unwritable(given.json)
         costs = measure(config, given.prompts, given.repeat)
     except DistKVError as error:

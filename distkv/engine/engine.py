@@ -42,8 +42,8 @@ class Engine:
     ``handoff_group`` (``model.group`` if it is None) rank 0's messages, ``cache_group`` the cache's one collective, and
     none is destroyed or reconfigured here; but if a rank fails, all but the last are aborted, so that nobody waits in
     them for it. ``handoff_group`` and ``cache_group`` have all of the model's ranks, tp and sp alike, in its order;
-    ``cache_group`` is None only for a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool that the memory cannot hold,
-    ``GroupMismatch`` for ranks that were started differently, and ``NotInvariant``.
+    ``cache_group`` is None only for a model on one rank. Raises ``ModelError`` otherwise, ``ConfigError`` for a pool
+    that the memory cannot hold, ``GroupMismatch`` for ranks that were started differently, and ``NotInvariant``.
     ``scheduler`` defaults to :class:`~distkv.engine.schedule.Grid`.
 
     The order of a step is told by three settings. Plainly: the cache's step, then a batch. With ``engine.overlap`` the

@@ -104,7 +104,7 @@ def _is_activation(module: nn.Module) -> bool:
 def _together(
     model: Model, group: dist.ProcessGroup | None, test: Callable[[], None], *, in_passes: bool = False
 ) -> None:
-    """A part of the self-test, after which all ranks go on, or all raise. ``in_passes``: they wait for each other in it.
+    """A part of the self-test, after which all ranks go on, or all raise. ``in_passes``: they wait for each other.
 
     Under gloo the others notice an aborted group at once, under NCCL by the deadline of the group.
     """

@@ -145,7 +145,7 @@ def launched(
     heartbeat_s: float | None = None,
     start_s: float = START_S,
 ) -> Iterator[Ranks]:
-    """Joins the processes that torchrun or mpirun started, tp x sp for each of ``replicas`` instances; they leave together.
+    """Joins the processes that torchrun or mpirun started, tp x sp for each of ``replicas`` instances, until all leave.
 
     The cache's group has its watchdog from here on (``timeout_s`` and ``heartbeat_s`` are ``group``'s), so that a rank
     that stops while the model is loaded is noticed.
