@@ -38,18 +38,22 @@ SPANS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 
 class Chains(RuleBasedStateMachine):
     """Some chains that share logs; each is compared with a fresh chain of the same tokens and spans."""
 
-    @initialize(size=st.integers(1, 4))
-    def start(self, size: int) -> None:
+    @initialize(size=st.integers(1, 4), depth=st.sampled_from([0, 0, 0, 1, 2, 5]))
+    def start(self, size: int, depth: int) -> None:
         self.hashed = 0
 
         def counting(data: Any, seed: int) -> int:
             self.hashed += 1
             return xxhash.xxh3_64_intdigest(data, seed)
 
-        self.size = size
-        self.namer = Namer(FINGERPRINT, size, hash64=counting)
-        self.plain = Namer(FINGERPRINT, size)
+        self.size, self.depth = size, depth
+        self.namer = Namer(FINGERPRINT, size, hash64=counting, next_token_depth=depth)
+        self.plain = Namer(FINGERPRINT, size, next_token_depth=depth)
         self.chains: list[tuple[KeyChain, list[int], list[Span]]] = [(self.namer.chain(), [], [])]
+
+    def pages(self, n_tokens: int) -> int:
+        """Pages that can be named: those whose next tokens are known."""
+        return max(0, n_tokens - self.depth) // self.size
 
     def add(self, chain: KeyChain, tokens: list[int], spans: list[Span]) -> None:
         self.chains.append((chain, tokens, spans))
@@ -105,7 +109,7 @@ class Chains(RuleBasedStateMachine):
         found = chain.follow(new, spans=told)
         assert sorted(wanted, key=lambda s: s.start) == list(found.spans)
         if given != "other":
-            assert self.hashed - before == found.pages - common // self.size, "the common prefix is not hashed again"
+            assert self.hashed - before == found.pages - self.pages(common), "the common prefix is not hashed again"
         self.add(found, new, wanted)
 
     @rule(i=st.integers(0, 5))
@@ -121,10 +125,11 @@ class Chains(RuleBasedStateMachine):
             fresh = self.plain.chain(tokens, spans=spans)
             assert len(chain) == len(tokens)
             assert chain.tokens.tolist() == tokens
-            assert chain.pages == len(tokens) // self.size
+            assert chain.pages == self.pages(len(tokens))
             assert chain.keys[: chain.pages] == fresh.keys
             assert list(chain.spans) == sorted(spans, key=lambda s: s.start)
-            assert {p: e for p, e in chain.extras.items() if p < chain.pages} == fresh.extras
+            assert chain.extras_between(0, chain.pages) == fresh.extras
+            assert chain.count_extras(0, chain.pages) == len(fresh.extras)
             assert chain.buffer[: 4 * len(chain)] == fresh.buffer
 
 

@@ -27,9 +27,9 @@ TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 DIGEST = hashlib.blake2b(b"image", digest_size=16).digest()
 
 
-def namer(page_size: int = 4, key_function: str = "xxh3_64", **changes: Any) -> Namer:
+def namer(page_size: int = 4, key_function: str = "xxh3_64", next_token_depth: int = 0, **changes: Any) -> Namer:
     return Namer(Fingerprint(**{**{f: getattr(FINGERPRINT, f) for f in FINGERPRINT.__dataclass_fields__}, **changes}),
-                 page_size, key_function)
+                 page_size, key_function, next_token_depth=next_token_depth)
 
 
 def hexes(chain: KeyChain) -> list[str]:
@@ -47,6 +47,8 @@ def golden_chains() -> dict[str, list[str]]:
         "embedding": hexes(plain.chain(TOKENS, spans=[Span(2, 3, DIGEST, "embedding")])),
         "xxh64": hexes(namer(key_function="xxh64").chain(TOKENS)),
         "other weights": hexes(plain.with_weights("2").chain(TOKENS)),
+        "next token": hexes(namer(next_token_depth=1).chain(TOKENS, spans=[Span(5, 2, DIGEST)])),
+        "next five": hexes(namer(next_token_depth=5).chain(TOKENS)),
         "digest": [content_digest(np.arange(6, dtype=np.float32).reshape(2, 3), processing="rgb").hex()[:16]],
     }
 
@@ -60,6 +62,8 @@ GOLDEN = {
     "embedding": ["e903dbb4dde25af3", "ad105e082f661c5d"],
     "xxh64": ["e4e2f12b9e04eae0", "5b399e803915b02a"],
     "other weights": ["a7580098bd0f2917", "66f7dfa65c1d3a0e"],
+    "next token": ["f8adc45caa2ad8e9", "a06170170e86eadf"],
+    "next five": ["cc7f73cf643cebba"],
     "digest": ["b13fe96e6c1066c9"],
 }
 
@@ -90,6 +94,22 @@ def test_the_definition() -> None:
     first = xxhash.xxh3_64_intdigest(np.array([1, 2, 3, 4], "<i4").tobytes(), seed)
     page = np.array([5, 6, 7, 8], "<i4").tobytes() + encode("media", 1, 0, 2, DIGEST)
     assert chain.keys == [first, xxhash.xxh3_64_intdigest(page, first)]
+
+
+def test_the_definition_with_next_tokens() -> None:
+    """``extras_i`` begin with the next tokens, which spans of the page's own and of theirs follow."""
+    chain = namer(next_token_depth=2).chain(TOKENS, spans=[Span(5, 2, DIGEST), Span(8, 1, DIGEST, "embedding")])
+    identity = encode("distkv-1", "model", "golden", "weights_version", "1", "tokenizer", "t", "tp", 2, "sp", 1,
+                      "dtype", "float32", "kv_layout", "l", "attention", "a", "positions", "p", 4,
+                      "next_token_depth", 2)
+    seed = xxhash.xxh3_64_intdigest(encode(identity, None, None, None), 0)
+    page = np.array([1, 2, 3, 4, 5, 6], "<i4").tobytes() + encode("media", 5, 0, 2, DIGEST)
+    assert chain.keys == [xxhash.xxh3_64_intdigest(page, seed)]
+    assert chain.extras == {0: page[16:]}
+    chain.extend([10])
+    page = np.array([5, 6, 7, 8, 9, 10], "<i4").tobytes()
+    page += encode("media", 1, 0, 2, DIGEST) + encode("embedding", 4, 0, 1, DIGEST)
+    assert chain.keys[1:] == [xxhash.xxh3_64_intdigest(page, chain.keys[0])]
 
 
 def big_endian(ids: list[int]) -> np.ndarray:
@@ -265,7 +285,10 @@ def test_every_field_of_the_fingerprint_counts(field: str) -> None:
     assert other.probe() != namer().probe()
 
 
-def test_page_size_and_key_function_count() -> None:
+def test_page_size_depth_and_key_function_count() -> None:
+    depths = [namer(next_token_depth=depth) for depth in (0, 1, 2, 16)]
+    assert len({each.chain([1]).seed for each in depths}) == len({each.probe() for each in depths}) == 4
+    assert depths[2].with_weights("1").probe() == depths[2].probe()
     assert namer(8).chain(range(1)).seed != namer(4).chain(range(1)).seed
     assert namer(key_function="xxh64").probe() != namer().probe()
 
