@@ -29,9 +29,9 @@ def prompts() -> list[Prompt]:
     ]  # fmt: skip
 
 
-def case(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def case(rank: int, world_size: int, folder: Path, sp: int = 1) -> dict[str, Any]:
     """All requests at once and then all again, half of them aborted on the way."""
-    made = tiny.engine(tiny.config(folder, tp=world_size, pages=24, batch_tokens=48))
+    made = tiny.engine(tiny.config(folder, tp=world_size // sp, sp=sp, pages=24, batch_tokens=48))
     calls: Counter[str] = Counter()
     honest = dist.all_reduce
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distkv.config import CacheConfig, PoolConfig
 from distkv.engine.config import EngineConfig, ModelConfig, ParallelConfig, ServeConfig
 from distkv.engine.engine import Engine
+from distkv.engine.mesh import Mesh
 from distkv.engine.model import load_model
 from distkv.engine.record import Recording
 from distkv.engine.requests import Prompt
@@ -23,8 +24,10 @@ VOCAB = 384
 PAGE = 16
 
 
-def model_folder(folder: Path, kind: str, *, kv_heads: int = 12, layers: int = 2, seed: int = 1) -> Path:
-    """A saved model of 12 heads: ``llama``, ``qwen3``, ``gemma``, ``qwen2`` or ``mistral``.
+def model_folder(
+    folder: Path, kind: str, *, kv_heads: int = 12, heads: int = 12, layers: int = 2, seed: int = 1
+) -> Path:
+    """A saved model, by default of 12 heads: ``llama``, ``qwen3``, ``gemma``, ``qwen2`` or ``mistral``.
 
     Gemma's heads together are wider than its rows, and its embeddings are tied; Qwen2 has biases.
     """
@@ -32,7 +35,7 @@ def model_folder(folder: Path, kind: str, *, kv_heads: int = 12, layers: int = 2
 
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": layers,
-        "num_attention_heads": 12, "num_key_value_heads": kv_heads, "head_dim": 8, "max_position_embeddings": 2048,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8, "max_position_embeddings": 2048,
         "initializer_range": 0.15, "eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(seed)
@@ -85,23 +88,24 @@ def plain_folder(folder: Path) -> Path:
 
 
 def config(
-    folder: Path, *, tp: int = 1, pages: int = 64, dtype: str = "float32", index_on: str = "finish", **engine: Any
+    folder: Path, *, tp: int = 1, sp: int = 1, pages: int = 64, dtype: str = "float32", index_on: str = "finish",
+    **engine: Any,
 ) -> ServeConfig:
     """Pages of 16 tokens, and checked books."""
     return ServeConfig(
         cache=CacheConfig(page_size=PAGE, index_on=index_on),
         pool=PoolConfig(pages=pages, check=True),
         model=ModelConfig(source=str(folder), dtype=dtype),
-        parallel=ParallelConfig(tp=tp),
+        parallel=ParallelConfig(tp=tp, sp=sp),
         engine=EngineConfig(**{"output_limit": 6, "batch_tokens": 64, **engine}),
     )
 
 
 def engine(settings: ServeConfig, *, scheduler: Scheduler | None = None, tokenizer: Any = None) -> Engine:
     """An engine that records; over the default process group if there is one, with a second group for the cache."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    cache_group = TorchGroup(dist.new_group()) if group is not None else None
-    made = Engine(settings, load_model(settings.model, group), tokenizer, cache_group=cache_group, scheduler=scheduler)
+    mesh = Mesh.of(None, settings.parallel.tp, settings.parallel.sp) if dist.is_initialized() else None
+    cache_group = TorchGroup(dist.new_group()) if mesh is not None else None
+    made = Engine(settings, load_model(settings.model, mesh), tokenizer, cache_group=cache_group, scheduler=scheduler)
     made.recording = Recording(made.pool)
     return made
 
