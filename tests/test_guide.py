@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, text in re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL):
         out[name] = folder / name
         out[name].write_text(text, encoding="utf-8")
-    assert set(out) == {"toy.py", "overlap.py", "tier.py", "preempt.py"}
+    assert set(out) == {"toy.py", "overlap.py", "tier.py", "preempt.py", "drafts.py"}
     return out
 
 
@@ -77,6 +77,13 @@ def test_preemption(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) 
     shown = re.search(r"```\n(6 requests .*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
     runpy.run_path(str(files["preempt.py"]))
     assert shown is not None and capsys.readouterr().out == shown[1]
+
+
+def test_drafts(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"```\n(a: 10 tokens .*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+    ran = runpy.run_path(str(files["drafts.py"]))
+    assert shown is not None and capsys.readouterr().out == shown[1]
+    ran["cache"].check()
 
 
 def test_the_table_of_contents_names_every_section() -> None:
