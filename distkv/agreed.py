@@ -7,16 +7,21 @@ are noticed by the next ballot.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping, Set
+from collections.abc import Sequence as Seq
 
-from distkv.ballot import Ballot, Pending
 from distkv.books import Books, Call, Scope
 from distkv.chain import KeyChain
 from distkv.encoding import encode
 from distkv.errors import DuplicateRequest, NoRoom, RequestError, RequestTooLarge, SequenceError
+from distkv.forks import Branch, Fork, data_of, default_branches
 from distkv.keys import tag_of
-from distkv.preemption import Preemption
+from distkv.ledger import MAIN
+from distkv.pending import Pending
+from distkv.preemption import Growth, Preemption
 from distkv.reasons import Reason
 from distkv.request import Message, Refused, Request
+from distkv.rows import Ballot
 from distkv.sequence import Sequence
 from distkv.stats import Counters
 from distkv.waiting import WaitingQueue
@@ -30,49 +35,62 @@ _GONE = 32
 class Agreed:
     """Owns the queue, the running and the suspended; :class:`distkv.agreement.Agreement` decides on them."""
 
-    def __init__(self, books: Books, smallest_pool: int) -> None:
+    def __init__(self, books: Books, smallest_pools: tuple[int, ...]) -> None:
+        """``smallest_pools``: of each label, the usable pages of the smallest pool of the group."""
         self.books = books
-        self.smallest_pool = smallest_pool
+        self.smallest_pools = smallest_pools
         self.queue = WaitingQueue()
         self.running: dict[str, Sequence] = {}
         self.loading: dict[str, Sequence] = {}
         """Those of the running that are being read in, in order of admission."""
+        self.kept: dict[str, Sequence] = {}
+        """Prefixes that no request runs on, kept to be forked."""
         self.preemption = Preemption(books)
         self.counters = Counters()
         self.reasons: Counter[Reason] = Counter()
         self.ballot: Ballot | None = None
         """In flight, between begin and end of a step."""
         self._refused: list[Refused] = []
-        self._leftover = 0
+        self._nothing = (0,) * len(books.ledgers)
+        self._leftover = self._nothing
         self._gone: deque[str] = deque(maxlen=_GONE)
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of the queue, or among the refused of the next result."""
-        pending = self._pending(request, request.chain)
-        pending.note(self.books)
-        error = self._why_refused(pending)
-        if error is None:
+        pending = self._queued(request)
+        if pending is not None:
             self.queue.add(pending)
-        else:
-            self._refuse(request.id, error)
 
     def resume(self, request_id: str, output_limit: int | None = None) -> None:
         """Puts a suspended request at the head of the queue. Unknown ids are ignored: it may have been aborted."""
         request = self.preemption.resume(request_id, output_limit)
         if request is None:
             return
-        pending = self._pending(request, request.chain)
-        pending.note(self.books)
-        error = self._why_refused(pending)
-        if error is None:
+        pending = self._queued(request)
+        if pending is not None:
             self.queue.put_back([pending], in_flight=self.ballot is not None)
         else:
             self.preemption.forget(request_id)
-            self._refuse(request_id, error)
+
+    def _queued(self, request: Request) -> Pending | None:
+        """Its entry for the queue; None: it is refused."""
+        unknown = self.books.unknown_label(request.labels)
+        if unknown is not None:
+            self.books.note(Call.SUBMIT, tag_of(request.id), data=encode(*request.labels))
+            names = ", ".join(ledger.label for ledger in self.books.ledgers)
+            self._refuse(request.id, RequestError(request.id, f"there is no label {unknown!r} that a request may ask "
+                                                              f"for; the configuration has {names}"))
+            return None
+        pending = self._pending(request, request.chain)
+        pending.note(self.books)
+        error = self._why_refused(pending)
+        if error is not None:
+            self._refuse(request.id, error)
+        return pending if error is None else None
 
     def abort(self, request_id: str) -> None:
         """Ends a waiting or running request. Unknown ids are ignored."""
-        sequence = self.running.get(request_id)
+        sequence = self.running.get(request_id) or self.kept.get(request_id)
         if sequence is not None:
             sequence.abort()
             return
@@ -80,6 +98,49 @@ class Agreed:
         self.books.note(Call.ABORT, tag_of(request_id))
         self.queue.abort(request_id, in_flight=self.ballot is not None)
         self.preemption.forget(request_id)
+
+    def fork(self, parent: Sequence, branches: int | Seq[Branch], *, wait: bool) -> tuple[Sequence, ...]:
+        """See :meth:`distkv.sequence.Sequence.fork`."""
+        if isinstance(branches, int):
+            branches = default_branches(parent, branches, self._taken)
+        fork = Fork.of(parent, branches, self.books.page_size)
+        names = [request.id for request in fork.requests]
+        if not names or parent.forking:
+            raise SequenceError(f"sequence {parent.id!r} cannot be forked: "
+                                + ("it waits for another fork" if parent.forking else "there is no child to make"))
+        for name in names:
+            if name in self._taken or names.count(name) > 1:
+                raise DuplicateRequest(name)
+        what = f"forking sequence {parent.id!r} into {len(names)}"
+        growth = Growth(parent, self._needs(fork.needs), fork=fork)
+        if wait:
+            self._must_ever_fit({pages.ledger.label: pages.promised + fork.needs[pages.ledger.label]
+                                 for pages in parent.lists}, what)
+        later = wait and (self.preemption.growing or self._short(growth.needs) > 0)
+        if not later:
+            self._must_fit(growth.needs, what)
+        self.books.note(Call.FORK, parent._tag, len(names), later, data=data_of(fork))
+        if later:
+            parent.forking = True
+            self.preemption.later(growth)
+            return ()
+        self._took(growth.needs)
+        return self._forked(fork)
+
+    def _forked(self, fork: Fork) -> tuple[Sequence, ...]:
+        """The children of a fork that has its pages; they run."""
+        children = fork.make(self.books, self)
+        fork.parent.forking = False
+        self.counters.forked += len(children)
+        self.running.update((child.id, child) for child in children)
+        return children
+
+    @property
+    def _taken(self) -> Set[str]:
+        """Names that no new request or fork may have."""
+        forks = [growth.fork for growth in self.preemption.asked() if growth.fork is not None]
+        return {*self.queue.ids, *self.running, *self.kept, *self.preemption.suspended,
+                *(request.id for fork in forks for request in fork.requests)}
 
     def forget_waiting(self) -> None:
         """Nothing waits any more, on this rank: for closing."""
@@ -97,11 +158,14 @@ class Agreed:
         for pending in self.queue:
             pending.chain = self.books.renamed(pending.chain)
         self._put_back(list(self.loading.values()), read_in=True)
+        if scope != "host":  # a kept prefix would be forked for a new request
+            for sequence in list(self.kept.values()):
+                sequence.abort()
 
     @property
-    def leftover(self) -> int:
-        """The agreed room less what was granted and grown since; 0 while a ballot is in flight."""
-        return 0 if self.ballot is not None else self._leftover
+    def leftovers(self) -> tuple[int, ...]:
+        """The agreed room of each label less what was granted and grown since; 0 while a ballot is in flight."""
+        return self._nothing if self.ballot is not None else self._leftover
 
     def grow(self, sequence: Sequence, pages: int, *, wait: bool = False) -> bool:
         """Reserves ``pages`` more out of the leftover; False: it is smaller, and the next ballots serve this first.
@@ -111,21 +175,47 @@ class Agreed:
         sequence._must_run("grow", pages)
         if pages < 0:
             raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")
-        beyond = sequence.promised + self.preemption.asked_by(sequence) + pages - self.smallest_pool
-        if wait and beyond > 0:
-            raise NoRoom(beyond, f"growing sequence {sequence.id!r} beyond the smallest pool of the group, which has "
-                                 f"{self.smallest_pool} pages")
-        if wait and (pages > self.leftover or self.preemption.growing):
-            self.preemption.grow_later(sequence, pages)
+        what = f"growing sequence {sequence.id!r}"
+        asked = pages + self.preemption.asked_by(sequence)
+        if wait:
+            self._must_ever_fit({each.ledger.label: each.promised + each.growth(asked) for each in sequence.lists},
+                                what)
+        growth = Growth(sequence, self._needs({each.ledger.label: each.growth(pages) for each in sequence.lists}),
+                        pages)
+        if wait and (self.preemption.growing or self._short(growth.needs) > 0):
+            self.books.note(Call.GROW, sequence._tag, pages, 1)
+            self.preemption.later(growth)
             return False
-        if pages > self.leftover:
-            ended = self.books.retiring_sequences
-            raise NoRoom(pages - self.leftover, f"growing sequence {sequence.id!r}"
-                         + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
+        self._must_fit(growth.needs, what)
         sequence._grow(pages)
-        self.books.note(Call.GROW, tag_of(sequence.id), pages)
-        self._leftover -= pages
+        self.books.note(Call.GROW, sequence._tag, pages)
+        self._took(growth.needs)
         return True
+
+    def _needs(self, pages: Mapping[str, int]) -> tuple[int, ...]:
+        """Pages by label, as one number for each of the cache's labels."""
+        return tuple(pages.get(ledger.label, 0) for ledger in self.books.ledgers)
+
+    def _short(self, needs: tuple[int, ...]) -> int:
+        return max(need - left for need, left in zip(needs, self.leftovers, strict=True))
+
+    def _must_fit(self, needs: tuple[int, ...], what: str) -> None:
+        """Raises NoRoom if the leftover is smaller."""
+        short = self._short(needs)
+        if short > 0:
+            ended = self.books.retiring_sequences
+            raise NoRoom(short, what + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
+
+    def _must_ever_fit(self, promised: Mapping[str, int], what: str) -> None:
+        """Raises NoRoom for what the smallest pool of the group cannot hold, even if nothing else were in it."""
+        for ledger, smallest in zip(self.books.ledgers, self.smallest_pools, strict=True):
+            beyond = promised.get(ledger.label, 0) - smallest
+            if beyond > 0:
+                raise NoRoom(beyond, f"{what} beyond the smallest pool of the group, which has {smallest} pages"
+                             + (f" of label {ledger.label!r}" if ledger.label != MAIN else ""))
+
+    def _took(self, needs: tuple[int, ...]) -> None:
+        self._leftover = tuple(left - need for left, need in zip(self._leftover, needs, strict=True))
 
     # ---- inside
 
@@ -142,13 +232,15 @@ class Agreed:
 
     def _pending(self, request: Request, chain: KeyChain) -> Pending:
         # A branch: what the caller appends to its chain from now on is not of this request.
-        return Pending.of(request, self.books.renamed(chain).branch(), self.books.page_size)
+        return Pending.of(request, self.books.renamed(chain).branch(), self.books)
 
     def _why_refused(self, pending: Pending) -> RequestError | None:
         request_id = pending.request.id
-        if pending.total > self.smallest_pool:
-            return RequestTooLarge(request_id, pending.total, self.smallest_pool)
-        taken = request_id in self.queue or request_id in self.running or request_id in self.preemption.suspended
+        for need, smallest, ledger in zip(pending.needs, self.smallest_pools, self.books.ledgers, strict=True):
+            if need > smallest:
+                return RequestTooLarge(request_id, need, smallest, None if ledger.label == MAIN else ledger.label)
+        taken = (request_id in self.queue or request_id in self.running or request_id in self.preemption.suspended
+                 or request_id in self.kept or (self.preemption.growing and request_id in self._taken))
         return DuplicateRequest(request_id) if taken else None
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
@@ -176,14 +268,19 @@ class Agreed:
         return sequence
 
     def _ended(self, sequence: Sequence) -> None:
+        if self.kept.get(sequence.id) is sequence:
+            del self.kept[sequence.id]
+            return
         del self.running[sequence.id]
         self.loading.pop(sequence.id, None)
-        if sequence.to_resume is not None:
+        if sequence.ended == "kept":
+            self.kept[sequence.id] = sequence
+        elif sequence.to_resume is not None:
             self.preemption.suspend(sequence.to_resume)
             self.counters.suspended += 1
         elif sequence.ended != "put back":
             self._gone.append(sequence.id)
 
     def _history(self) -> str:
-        names = (*self._gone, *self.queue.ids, *self.running, *self.preemption.suspended)
+        names = (*self._gone, *self.queue.ids, *self.running, *self.kept, *self.preemption.suspended)
         return self.books.history({tag_of(name): name for name in names})

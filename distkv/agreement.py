@@ -9,14 +9,19 @@ from __future__ import annotations
 from itertools import islice
 
 from distkv import ballot as ballots
+from distkv import rows
 from distkv.admission import own
 from distkv.agreed import Agreed
-from distkv.ballot import Ballot, Decision, Pending, Slots, Vector
+from distkv.ballot import Ask, Decision, Slots, Vector
 from distkv.books import Books, Call
 from distkv.errors import GroupDivergence, PeerFailed, SequenceError
+from distkv.grid import Grid
 from distkv.keys import tag_of
+from distkv.pending import Pending
+from distkv.preemption import Growth
 from distkv.prefetch import prefetch
-from distkv.request import Message, StepResult, Waiting
+from distkv.request import Forked, Message, StepResult, Waiting
+from distkv.rows import Ballot
 from distkv.sequence import Sequence
 
 __all__ = ["Agreement"]
@@ -30,10 +35,10 @@ def _wants(pending: Pending, at: int, key: int) -> bool:
 class Agreement(Agreed):
     """One step after another, on what this rank has agreed on with the others. Owns the ballot in flight."""
 
-    def __init__(self, books: Books, rank: int, slots: Slots, heartbeat: int, smallest_pool: int, *,
+    def __init__(self, books: Books, rank: int, slots: Slots, heartbeat: int, smallest_pools: tuple[int, ...], *,
                  alone: bool) -> None:
         """``alone``: a group of one, in which no minimum is a collective."""
-        super().__init__(books, smallest_pool)
+        super().__init__(books, smallest_pools)
         self.rank = rank
         self.slots = slots
         self.heartbeat = heartbeat
@@ -69,7 +74,7 @@ class Agreement(Agreed):
         due = bool(self.queue or message.requests or message.resumes or self.loading or self.preemption.growing
                    or self._heartbeat_due())
         try:
-            self.books.poll()
+            self.books.poll_all()
             self._apply(message)
             return self._fill() if due else None
         except Exception as error:  # noqa: BLE001
@@ -79,7 +84,7 @@ class Agreement(Agreed):
                 return None  # voted in the next step that has a collective
             if self.ballot is None:
                 self.ballot = self._new_ballot()
-            self.ballot.let_go(self.books)
+            self.ballot.let_go()
             return ballots.fault(self.rank, self.slots)
         except BaseException:  # an interrupt is not voted on
             self.give_up()
@@ -108,7 +113,7 @@ class Agreement(Agreed):
             prefetch(queue[:free], self.books)
         self.ballot = ballot = self._new_ballot()
         ballot.behind = tuple(queue[free:])
-        ballots.fill(ballot, self.books, queue[:free])
+        rows.fill(ballot, self.books, queue[:free], self.slots.boundaries)
         return ballots.encode(ballot, self.books.digest, self.slots)
 
     def _being_read_in(self, pending: Pending) -> bool:
@@ -119,8 +124,8 @@ class Agreement(Agreed):
 
     def _new_ballot(self) -> Ballot:
         self._last_ballot = self.books.step
-        self._leftover = 0  # whatever becomes of this ballot
-        ballot = Ballot(self.books.step, self.books.generation, self.books.room)
+        self._leftover = self._nothing  # whatever becomes of this ballot
+        ballot = Ballot(self.books.step, self.books.generation, tuple(ledger.room for ledger in self.books.ledgers))
         if self.loading:
             ballot.loads = tuple(islice(self.loading.values(), self.slots.loading))
         if self.preemption.growing:
@@ -149,7 +154,7 @@ class Agreement(Agreed):
         """Ends the step, whatever became of it: every hold is given back."""
         self._began = False
         if self.ballot is not None:
-            self.ballot.let_go(self.books)
+            self.ballot.let_go()
             self.ballot = None
         self.queue.end_of_step()
 
@@ -173,39 +178,57 @@ class Agreement(Agreed):
         decision = self._decide(ballot, minimum, void)
         admitted = list(zip(ballot.rows, decision.admitted, strict=False))
         grants = [own(row, *agreed, self.books) for row, agreed in admitted if not row.pending.aborted]
-        ballot.let_go(self.books)
+        ballot.let_go()
         for row, _ in admitted:
             self.queue.admitted(row.pending)
         self.queue.drop_aborted()
         ready = self._read_in(ballot, minimum)
-        grown = self.preemption.grant(ballot.growths[: decision.grown]) if decision.grown else ()
+        grown, forked = self._grow(ballot.growths[: decision.grown]) if decision.grown else ((), ())
         for grant in grants:
-            sequence = grant.sequence(self.books, void, self._ended)
+            sequence = grant.sequence(self.books, void, self)
             self.running[sequence.id] = sequence
             if sequence.read_in_progress:
                 self.loading[sequence.id] = sequence
             else:
                 ready.append(self._ready(sequence))
-        if self.books.tier is not None:
-            self.books.tier.flush()
+        for ledger in self.books.ledgers:
+            if ledger.tier is not None:
+                ledger.tier.flush()
         self._leftover = decision.leftover
-        return self._result(tuple(ready), grown, decision, ballot)
+        return self._result(tuple(ready), grown, forked, decision, ballot)
 
     def _decide(self, ballot: Ballot, minimum: Vector, void: bool) -> Decision:
         """The decision. A row that shares pages with one that is to be read in waits for it, with all behind it."""
-        totals, growths = [row.pending.total for row in ballot.rows], [pages for _, pages in ballot.growths]
-        decision = ballots.decide(minimum, totals, growths, void=void)
+        asks, growths = [self._ask(row.pending) for row in ballot.rows], [growth.needs for growth in ballot.growths]
+        decision = ballots.decide(minimum, self.slots, asks, growths, void=void)
         reads: list[tuple[int, int]] = []  # a page that is to be read in: its position and its key
         for i, (row, (matched, restorable)) in enumerate(zip(ballot.rows, decision.admitted, strict=False)):
             if any(_wants(row.pending, at, key) for at, key in reads):
                 ballot.behind = (*(other.pending for other in ballot.rows[i:]), *ballot.behind)
                 for other in ballot.rows[i:]:
-                    other.let_go(self.books)
+                    other.let_go()
                 del ballot.rows[i:]
-                return ballots.decide(minimum, totals[:i], growths, void=void)
+                return ballots.decide(minimum, self.slots, asks[:i], growths, void=void)
             if restorable > matched:
                 reads.append((matched, row.pending.chain.keys[matched]))
         return decision
+
+    def _ask(self, pending: Pending) -> Ask:
+        """What a request asks for: the same on every rank, and the same at begin and at end."""
+        windowed = self.slots.boundaries and any(self.books.ledgers[i].grid for i in pending.labels)
+        return Ask(pending.needs, Grid(pending.limit, self.slots.boundaries) if windowed else None)
+
+    def _grow(self, growths: tuple[Growth, ...]) -> tuple[tuple[Sequence, ...], tuple[Forked, ...]]:
+        """What running sequences asked for is theirs. Returns those that have grown, and the forks."""
+        grown: list[Sequence] = []
+        forked: list[Forked] = []
+        for growth in self.preemption.granted(growths):
+            if growth.fork is None:
+                growth.sequence._grow(growth.pages)
+                grown.append(growth.sequence)
+            else:
+                forked.append(Forked(growth.sequence, self._forked(growth.fork)))
+        return tuple(grown), tuple(forked)
 
     def _read_in(self, ballot: Ballot, minimum: Vector) -> list[Sequence]:
         """Sequences that all ranks have read in whole run; those whose reading ended short wait again."""
@@ -227,7 +250,8 @@ class Agreement(Agreed):
         return ready
 
     def _result(self, ready: tuple[Sequence, ...] = (), grown: tuple[Sequence, ...] = (),
-                decision: Decision | None = None, ballot: Ballot | None = None) -> StepResult:
+                forked: tuple[Forked, ...] = (), decision: Decision | None = None,
+                ballot: Ballot | None = None) -> StepResult:
         refused, self._refused = tuple(self._refused), []
         waiting: list[Waiting] = []
         to_preempt: tuple[str, ...] = ()
@@ -243,7 +267,8 @@ class Agreement(Agreed):
                 to_preempt = ballot.victims
         return StepResult(
             step=self.books.step, ready=ready, loading=tuple(self.loading.values()), waiting=tuple(waiting),
-            refused=refused, grown=grown, to_preempt=to_preempt, leftover=self._leftover, collective=self._collective,
+            refused=refused, grown=grown, forked=forked, to_preempt=to_preempt, leftover=self._leftover[0],
+            collective=self._collective,
         )
 
     @staticmethod

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from distkv import labels
 from distkv.agreement import Agreement
 from distkv.ballot import Slots
 from distkv.books import SCOPES, Books, Scope
 from distkv.chain import KeyChain, Namer
 from distkv.config import Config
-from distkv.errors import (
-    DistKVError,
-    GroupError,
-    MessageError,
-    PeerFailed,
-    SequenceError,
-)
-from distkv.faults import Fault
+from distkv.errors import DistKVError, MessageError, SequenceError
 from distkv.group import Group, SoloGroup, Ticket
+from distkv.guarding import Guarding
 from distkv.host.copies import CopyEngine
 from distkv.host.kv import PagedKV
-from distkv.host.opening import ask_of, check_memory, open_on_all, open_tier
+from distkv.host.opening import ask_of, check_memory, open_on_all, open_tiers
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
+from distkv.labels import by_label
+from distkv.ledger import MAIN, CopyPage
 from distkv.local_calls import LocalCalls
 from distkv.lockstep import Lockstep
-from distkv.pages import PagePool
 from distkv.request import Message, Request, ResetResult, StepResult
 from distkv.sequence import Sequence
 from distkv.start import check_arguments, meet
@@ -37,7 +32,7 @@ from distkv.stats import free_of, reset_result
 _NOTHING = Message()
 
 
-class PrefixCache(LocalCalls):
+class PrefixCache(LocalCalls, Guarding):
     """Keeps the KV pages of finished requests and gives them to the next request with the same prefix.
 
     Owns the bookkeeping of one rank's pages, and the host tier behind them; the pool's bytes are the engine's. One
@@ -49,36 +44,47 @@ class PrefixCache(LocalCalls):
     """
 
     def __init__(self, config: Config, fingerprint: Fingerprint, group: Group | None = None, *,
-                 kv: PagedKV | None = None, copies: CopyEngine | None = None, hash64: Hash64 | None = None) -> None:
+                 kv: PagedKV | Mapping[str, PagedKV] | None = None,
+                 copies: CopyEngine | Mapping[str, CopyEngine] | None = None,
+                 copy_page: CopyPage | None = None, hash64: Hash64 | None = None) -> None:
         """Compares agreed fields over ``group`` (None: this rank alone) and raises GroupMismatch if they differ.
 
         The group stays the caller's, and is this cache's alone until ``close``. ``kv`` is the engine's paged memory,
-        which a host tier copies from and to; without a host tier it may be None. On CUDA the stream that is current in
-        a call of this cache is taken for the one that computes. ``copies`` replaces the copy engine
-        that belongs to it, ``hash64`` the configured key function, both for tests. Raises MessageError for a wrong
-        argument, and for a group that another cache has; ConfigError on every rank, with nothing taken, for a host
-        tier that the memory of a node cannot hold; HostMemoryError, on every rank, if one cannot have it after all.
+        which a host tier copies from and to, and in which forks copy a page; for labels beside ``main`` a mapping of
+        label to memory. It may be None for a cache of bookkeeping alone. On CUDA the stream that is current in
+        a call of this cache is taken for the one that computes. ``copies`` replaces the copy engine (or, by label,
+        engines) that belongs to it, ``hash64`` the configured key function, both for tests; ``copy_page(label, source,
+        target)`` what forks copy pages with, for engines whose memory distkv does not see. Raises MessageError for a
+        wrong argument, and for a group that another cache has; ConfigError on every rank, with nothing taken, for a
+        host tier that the memory of a node cannot hold; HostMemoryError, on every rank, if one cannot have it after
+        all.
         """
         check_arguments(config, fingerprint, group)
-        check_memory(kv, copies)
+        kvs, engines = by_label(kv, config, "kv"), by_label(copies, config, "copies")
+        check_memory(kvs, engines)
         self.config = config
         self._group = group if group is not None else SoloGroup()
         self._group.configure(config.group)
-        cache, pool = config.cache, PagePool(config.pool.pages, config.pool.scratch_pages)
+        cache, pools = config.cache, labels.pools(config)
         namer = Namer(fingerprint, cache.page_size, cache.key_function, hash64, cache.next_token_depth)
-        start = meet(self._group, config, namer, pool.usable, host=ask_of(config, kv, copies))
-        tier = open_on_all(self._group, start, lambda: open_tier(config, start, pool, kv, copies))
+        usable = [pool.usable for pool in pools.values()]
+        start = meet(self._group, config, namer, usable, host=ask_of(config, kvs, engines))
+        tiers = open_on_all(self._group, start, lambda: open_tiers(config, start, pools, kvs, engines))
+        copying = labels.copier(kvs, copy_page)
         try:
-            self._books = Books(pool, namer, tier=tier,
+            self._books = Books(pools[MAIN], namer, tier=tiers.get(MAIN), copy_page=copying,
                                 store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
-                                lockstep=cache.agreement == "lockstep")
+                                lockstep=cache.agreement == "lockstep",
+                                others=labels.ledgers(config, pools, tiers, copying))
         except BaseException:
-            if tier is not None:
+            for tier in tiers.values():
                 tier.close()
             raise
-        slots = Slots(cache.queue_slots, config.host.loading_slots)
+        windowed = any(ledger.grid for ledger in self._books.ledgers)
+        slots = Slots(cache.queue_slots, config.host.loading_slots, len(pools),
+                      cache.window_boundaries if windowed else 0)
         kind, every = (Lockstep, cache.check_every) if self._books.lockstep else (Agreement, cache.heartbeat)
-        self._agreement = kind(self._books, self._group.rank, slots, every, start.smallest_pool,
+        self._agreement = kind(self._books, self._group.rank, slots, every, start.smallest_pools,
                                alone=self._group.size == 1)
         self._agreement.prefetch = config.host.prefetch
         self._ticket: Ticket | None = None
@@ -132,7 +138,7 @@ class PrefixCache(LocalCalls):
                                "finish or abort")
         before = free_of(self._books)
         if running == "abort":
-            for request_id in list(self._agreement.running):
+            for request_id in (*self._agreement.running, *self._agreement.kept):
                 self._agreement.abort(request_id)
         self._agreement.next_epoch(None, scope)
         return reset_result(self._books, before)
@@ -186,42 +192,6 @@ class PrefixCache(LocalCalls):
             self.check()
         return result
 
-    # ---- faults outside the ballot
-
-    @contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Around what an engine does between steps and cannot undo: ``with cache.guard("forward"): ...``, ``"commit"``.
-
-        An exception inside ends the group. One of this rank's own is told to all ranks, which raise PeerFault, and goes
-        on its way. One that says that another rank is gone (a collective of the engine's that broke) is replaced by the
-        error that names rank and step of the cause; see :meth:`fail`.
-        """
-        try:
-            yield
-        except PeerFailed:
-            raise
-        except BaseException as error:  # an interrupt ends this rank as well
-            named = self.fail(error, what)
-            if named is error:
-                raise
-            raise named from error
-
-    def fail(self, error: BaseException, what: str) -> BaseException:
-        """Ends the group for ``error``, which this rank caught while it was doing ``what``; returns what to raise.
-
-        That is ``error`` itself if it is this rank's own, and otherwise the GroupError that names its cause. Afterwards
-        every rank's ``submit``, ``begin_step`` and ``end_step`` raise an error that names rank and step. Does not
-        raise; may wait for some heartbeats, to find out which rank is gone.
-        """
-        cause = error if error is self._broken else self._group.explain(error)
-        if isinstance(cause, DistKVError):
-            self._break(cause)
-            return cause
-        fault = Fault.of(error, what, rank=self._group.rank, step=self._books.step)
-        self._group.report(fault)
-        self._break(fault.error(rank=fault.seen_by))
-        return error
-
     # ---- what there is
 
     @property
@@ -235,6 +205,11 @@ class PrefixCache(LocalCalls):
         return MappingProxyType(self._agreement.preemption.suspended)
 
     @property
+    def kept(self) -> Mapping[str, Sequence]:
+        """Prefixes that were kept by ``Sequence.keep`` and not let go, by id: to be forked, or aborted."""
+        return MappingProxyType(self._agreement.kept)
+
+    @property
     def waiting_ids(self) -> tuple[str, ...]:
         """Ids of waiting requests, in queue order."""
         return self._agreement.queue.ids
@@ -242,12 +217,22 @@ class PrefixCache(LocalCalls):
     @property
     def leftover(self) -> int:
         """Pages that :meth:`grow` may take: the same number on every rank, 0 while a ballot is in flight."""
-        return self._agreement.leftover
+        return self._agreement.leftovers[0]
+
+    @property
+    def leftovers(self) -> Mapping[str, int]:
+        """:attr:`leftover` of each label."""
+        return dict(zip(self.labels, self._agreement.leftovers, strict=True))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels, ``main`` first."""
+        return tuple(ledger.label for ledger in self._books.ledgers)
 
     @property
     def pool_pages(self) -> int:
-        """Usable pages of the smallest pool of the group: what one request may use at most."""
-        return self._agreement.smallest_pool
+        """Usable pages of the smallest pool of the group: what one request may use of ``main`` at most."""
+        return self._agreement.smallest_pools[0]
 
     def close(self) -> None:
         """Aborts what waits and runs, on this rank only; every further step raises. The group is left as it is.
@@ -256,9 +241,9 @@ class PrefixCache(LocalCalls):
         """
         first: DistKVError | None = None
         try:
-            for sequence in list(self._agreement.running.values()):
+            for sequence in (*self._agreement.running.values(), *self._agreement.kept.values()):
                 try:
-                    if not sequence.ended:  # else an error met it half-way through its end
+                    if sequence.ended == "kept" or not sequence.ended:  # else an error met it half-way through its end
                         sequence.abort()
                 except DistKVError as error:
                     first = first or error
@@ -266,42 +251,12 @@ class PrefixCache(LocalCalls):
         except DistKVError as error:
             first = first or error
         finally:  # whatever the books have come to, threads and memory end here
-            if self._books.tier is not None:
-                self._books.tier.close()
+            for ledger in self._books.ledgers:
+                if ledger.tier is not None:
+                    ledger.tier.close()
         was_broken = self._broken is not None
         self._break(SequenceError("the cache was closed"))
         if self._group.cache is not None and self._group.cache() is self:
             self._group.cache = None
         if first is not None and not was_broken:
             raise first
-
-    @contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        """What is raised inside ends the step and gives its holds back; a group error but PeerFailed ends the group."""
-        try:
-            yield
-        except PeerFailed:
-            raise
-        except GroupError as error:
-            named = self._group.explain(error) or error
-            self._break(named)
-            if named is error:
-                raise
-            raise named from error
-        except BaseException as error:  # an interrupt too must leave nothing held
-            self._agreement.give_up()
-            if self._group.size > 1 and not isinstance(error, SequenceError):  # a call out of turn changed nothing
-                self.fail(error, "step")
-            raise
-
-    def _check_open(self) -> None:
-        if self._broken is None and self._group.fault is not None:
-            error = self._group.fault.error(rank=self._group.rank)
-            self._break(self._group.explain(error) or error)
-        if self._broken is not None:
-            raise self._broken
-
-    def _break(self, error: DistKVError) -> None:
-        self._agreement.give_up()
-        self._ticket = None
-        self._broken = self._broken or error

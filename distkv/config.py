@@ -19,12 +19,14 @@ from typing import Any, Literal, TypeVar, overload
 from distkv._loading import from_mapping
 from distkv._settings import Derived, Section, agreed_fields, setting
 from distkv.errors import ConfigError
+from distkv.label_config import LabelConfig
 
 __all__ = [
     "CacheConfig",
     "Config",
     "GroupConfig",
     "HostConfig",
+    "LabelConfig",
     "PoolConfig",
     "Section",
     "agreed_fields",
@@ -68,6 +70,11 @@ class CacheConfig(Section):
 
     check_every: int = setting(64, agreed=True, low=1, high=1_000_000)
     """Steps between two digests in lockstep. A digest costs one small collective and a pass over this rank's pages."""
+
+    window_boundaries: int = setting(64, agreed=True, low=1, high=4096)
+    """With a sliding label: at how many places of a prompt one step asks whether a prefix can be used there. They lie
+    on a grid: every page of a prompt of so many pages, every second one of a prompt twice as long, and so on. It sets
+    the size of the collective."""
 
     key_function: Literal["xxh3_64", "xxh64"] = setting("xxh3_64", agreed=True)
     """The hash that names pages. It only nominates: stored token ids are compared before a page is used."""
@@ -230,7 +237,17 @@ class Config(Section):
     group: GroupConfig = field(default_factory=GroupConfig)
     """How the ranks talk to each other."""
 
+    labels: tuple[LabelConfig, ...] = ()
+    """Pools beside that of ``main``."""
+
     def check_fields(self) -> None:
+        names = [label.name for label in self.labels]
+        for name in names:
+            if names.count(name) > 1:
+                raise self.wrong("labels", f"has two labels of the name {name!r}")
+        if self.cache.agreement == "lockstep" and any(label.host_pages for label in self.labels):
+            raise self.wrong("labels", "a label with host_pages and cache.agreement lockstep exclude each other; set "
+                                       "cache.agreement to minimum")
         if self.host.configured and self.cache.agreement == "lockstep":
             raise self.wrong("host", "a host tier and cache.agreement lockstep exclude each other: copies end at "
                                      "another time on each rank, and may fail on one; set cache.agreement to minimum")

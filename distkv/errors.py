@@ -102,12 +102,14 @@ class RequestError(DistKVError, ValueError):
 class RequestTooLarge(RequestError):
     """A request that would use more pages than the smallest pool of the group has, so it can never run."""
 
-    def __init__(self, request_id: str, pages_needed: int, pages_possible: int) -> None:
+    def __init__(self, request_id: str, pages_needed: int, pages_possible: int, label: str | None = None) -> None:
+        """``label``: that is short of pages; None: ``main``."""
+        of, where = (f" of label {label!r}", f"pages of label {label!r}") if label is not None else ("", "pool.pages")
         super().__init__(
             request_id,
-            f"needs {pages_needed} pages for its prompt and output limit, but the smallest pool of the group "
+            f"needs {pages_needed} pages{of} for its prompt and output limit, but the smallest pool of the group "
             f"has {pages_possible} usable ones (without scratch pages); shorten the prompt, lower output_limit, or "
-            "raise pool.pages on every rank",
+            f"raise {where} on every rank",
         )
         self.pages_needed = pages_needed
         self.pages_possible = pages_possible

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import numpy as np
 
 from distkv.chain import KeyChain
@@ -12,6 +15,13 @@ from distkv.pages import Ids, PagePool, positions
 from distkv.policy import LeastRecent
 from distkv.reasons import Memory
 from distkv.runs import Root, Run
+
+
+class Follower(Protocol):
+    """An index whose entries hang on those of another one."""
+
+    def left(self, keys: Iterable[int]) -> None:
+        """The entries of these keys have left the other index."""
 
 
 class PrefixIndex:
@@ -28,6 +38,8 @@ class PrefixIndex:
         self.entries = Entries(places, page_size)
         self.recency = LeastRecent(places)
         self.memory = Memory(places)
+        self.followers: list[Follower] = []
+        """Indexes of other labels whose entries hang on those of this one."""
         self.collisions = 0
         self.evicted = 0
         self.cascades = 0
@@ -212,9 +224,15 @@ class PrefixIndex:
     def clear(self) -> None:
         """Every entry leaves the index."""
         self.memory.forget_first_pages()
-        self.memory.evicted(self.entries.run_of_key)
+        self._forget_keys(self.entries.run_of_key)
         self._left(self.entries.remove_all())
         self.recency.forget()
+
+    def _forget_keys(self, keys: Iterable[int]) -> None:
+        """The entries of these keys are leaving."""
+        self.memory.evicted(keys)
+        for follower in self.followers:
+            follower.left(keys)
 
     def _left(self, places: Ids) -> None:
         """No entry names these places any more."""
@@ -237,7 +255,7 @@ class PrefixIndex:
         if not keep and run.start == 0:
             self.memory.forget_first_page(run)
         pages, keys, end = self.entries.remove(run, keep)
-        self.memory.evicted(keys)
+        self._forget_keys(keys)
         self._left(pages)
         self._ends_at(end)
 
@@ -246,7 +264,7 @@ class PrefixIndex:
         if run.start == 0 and len(run.pages) == 1:
             self.memory.forget_first_page(run)
         page, key, end = self.entries.remove_last(run)
-        self.memory.evicted((key,))
+        self._forget_keys((key,))
         self._left_one(page)
         self._ends_at(end)
 

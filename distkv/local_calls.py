@@ -13,8 +13,10 @@ from distkv.books import Books
 from distkv.chain import KeyChain
 from distkv.config import Config
 from distkv.entries import CachedPrefix
-from distkv.errors import HostMemoryError, InvariantError, SequenceError
+from distkv.errors import HostMemoryError, InvariantError, MessageError, SequenceError
 from distkv.host.copies import Copy
+from distkv.host.tier import HostTier
+from distkv.ledger import MAIN, Ledger
 from distkv.sequence import Sequence
 from distkv.stats import Stats, stats_of
 from distkv.table_buffers import TableBuffers
@@ -83,8 +85,9 @@ class LocalCalls:
     def check(self) -> None:
         """Recounts every invariant from scratch; O(pages). Raises InvariantError."""
         ballot = self._agreement.ballot
-        self._books.check(list(self._agreement.running.values()), ballot.reading if ballot is not None else ())
-        if self._agreement.ballot is None and self._books.pool.holds.any():
+        self._books.check_all([*self._agreement.running.values(), *self._agreement.kept.values()],
+                              ballot.reading if ballot is not None else None)
+        if ballot is None and any(ledger.pool.holds.any() for ledger in self._books.ledgers):
             raise InvariantError("pages are held although no ballot is in flight")
 
     # ---- passes
@@ -104,18 +107,32 @@ class LocalCalls:
         self._books.retired(step)
 
     def tables(self, batch: Iterable[tuple[Sequence, int]], *, out: TableBuffers | None = None,
-               pad_to: int | None = None) -> Tables:
+               pad_to: int | None = None, label: str = MAIN) -> Tables:
         """The page tables, lengths and slots of one forward pass, as attention kernels take them.
 
         ``batch`` has one pair for each row: a running sequence, and how many of its opened tokens, counted from the
         end, the forward computes: at least one, and none that is committed, so that no shared page is written.
         ``out``: fixed buffers (None: new arrays of just the size). ``pad_to``: add rows of one token, all on scratch
         pages, up to this number. Changes nothing of the cache, and may differ from rank to rank.
+        ``label``: in whose pool. In one with a window a row lists the pages that are there, ``seq_lens`` counts the
+        tokens in them, and ``positions`` stay those of the sequence.
         Raises SequenceError for a sequence that cannot run or has no such tokens, TableError for buffers that are too
         small or padding without ``pool.scratch_pages``; nothing is written then.
         """
+        ledger = self._ledger(label)
         return build(batch, running=self._agreement.running, page_size=self._books.page_size,
-                     scratch=self._books.pool.scratch, out=out, pad_to=pad_to)
+                     scratch=ledger.pool.scratch, label=label, out=out, pad_to=pad_to)
+
+    def _ledger(self, label: str) -> Ledger:
+        for ledger in self._books.ledgers:
+            if ledger.label == label:
+                return ledger
+        raise MessageError(f"there is no label {label!r}; the configuration has "
+                           + ", ".join(ledger.label for ledger in self._books.ledgers))
+
+    @property
+    def _tiers(self) -> list[HostTier]:
+        return [ledger.tier for ledger in self._books.ledgers if ledger.tier is not None]
 
     # ---- the host tier
 
@@ -126,17 +143,19 @@ class LocalCalls:
         On CUDA the current stream waits for such copies; on the CPU this thread does. Without a host tier it does
         nothing.
         """
-        if self._books.tier is not None:
-            self._books.tier.fence()
+        for tier in self._tiers:
+            tier.fence()
 
     def wait_for_copies(self, timeout_s: float = 0.01) -> None:
         """Returns when a copy has ended, or after so long: for an engine that only has sequences to be read in.
 
         What has ended shows in the next step. Without copies under way it returns at once.
         """
-        if self._books.tier is not None and self._books.tier.in_flight:
-            self._books.tier.flush()
-            self._books.tier.engine.wait(timeout_s)
+        busy = [tier for tier in self._tiers if tier.in_flight]
+        for tier in busy:
+            tier.flush()
+        if busy:
+            busy[0].engine.wait(timeout_s)
 
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Waits between two steps until no copy is under way, and takes note of them. False: one still is by then.
@@ -146,11 +165,11 @@ class LocalCalls:
         if self._agreement.ballot is not None:
             raise SequenceError("settle between begin_step and end_step; it belongs between two steps")
         end = time.monotonic() + timeout_s
-        while self._books.tier is not None and self._books.tier.in_flight:
+        while any(tier.in_flight for tier in self._tiers):
             if time.monotonic() >= end:
                 return False
             self.wait_for_copies()
-            self._books.poll()
+            self._books.poll_all()
         return True
 
     def prefill_took(self, tokens: int, seconds: float) -> None:
@@ -166,5 +185,5 @@ class LocalCalls:
 
         For whoever follows what a page holds. It must not call the cache.
         """
-        if self._books.tier is not None:
-            self._books.tier.ordered = watch if watch is not None else lambda copy: None
+        for tier in self._tiers:
+            tier.ordered = watch if watch is not None else lambda copy: None

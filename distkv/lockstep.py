@@ -23,9 +23,9 @@ class Lockstep(Agreement):
     and the group is over.
     """
 
-    def __init__(self, books: Books, rank: int, slots: Slots, check_every: int, smallest_pool: int, *,
+    def __init__(self, books: Books, rank: int, slots: Slots, check_every: int, smallest_pools: tuple[int, ...], *,
                  alone: bool) -> None:
-        super().__init__(books, rank, slots, check_every, smallest_pool, alone=alone)
+        super().__init__(books, rank, slots, check_every, smallest_pools, alone=alone)
         self.check_every = check_every
         self._alone: Vector | None = None
 

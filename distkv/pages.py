@@ -54,6 +54,8 @@ class PagePool:
         self.total = pages
         self.scratch = scratch
         self.live = 0
+        self.claims = 0
+        """Owners of all pages together."""
         self._word: npt.NDArray[np.int64] = np.zeros(pages, "<i8")
         self._word_of = one_by_one(self._word)
         self._stack: Pages = np.arange(pages - 1, scratch - 1, -1, dtype=np.int32)  # lowest ids on top
@@ -96,12 +98,14 @@ class PagePool:
         pages = self._stack[self._top : self._top + n][::-1].copy()
         self._word[positions(pages)] = _OWNER
         self.live += n
+        self.claims += n
         return pages
 
     def own(self, pages: Ids) -> None:
         """One more owner of each page, which must be indexed, held or owned already."""
         at = positions(pages)
         words = self._word[at]
+        self.claims += len(at)
         self.live += len(at) - int(np.count_nonzero(words & _OWNERS))
         self._word[at] = words + _OWNER
 
@@ -113,6 +117,7 @@ class PagePool:
             raise InvariantError(f"pages {at[(words & _OWNERS) == 0].tolist()} are released but have no owner")
         words -= _OWNER
         self._word[at] = words
+        self.claims -= len(at)
         ended = len(at) - int(np.count_nonzero(words & _OWNERS))
         if not ended:
             return False
@@ -208,5 +213,7 @@ class PagePool:
             raise InvariantError("the free list names a page twice, or a scratch page is in use")
         if self.owners.min(initial=0) < 0 or self.holds.min(initial=0) < 0:
             raise InvariantError("an owner or hold count is negative")
+        if self.claims != int(self.owners.sum()):
+            raise InvariantError(f"claims says {self.claims}, the owner counts say {int(self.owners.sum())}")
         if self.live != int(np.count_nonzero(self.owners)):
             raise InvariantError(f"live says {self.live}, the owner counts say {int(np.count_nonzero(self.owners))}")

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from distkv.books import Books, Call
+from distkv.forks import Fork
 from distkv.keys import tag_of
 from distkv.request import Request
 from distkv.sequence import Sequence
 
-__all__ = ["Preemption"]
+__all__ = ["Growth", "Preemption"]
+
+
+@dataclass(slots=True, eq=False)
+class Growth:
+    """Something that a running sequence asked for, and does not have yet. The next ballots serve it first."""
+
+    sequence: Sequence
+    needs: tuple[int, ...]
+    """Pages of each of the cache's labels."""
+    pages: int = 0
+    """Pages that the sequence is to grow by."""
+    fork: Fork | None = None
+    """Or the fork that it asked for."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is still of use to somebody."""
+        return not self.sequence.ended or (self.fork is not None and self.sequence.ended == "kept")
 
 
 class Preemption:
@@ -20,36 +39,30 @@ class Preemption:
         self.books = books
         self.suspended: dict[str, Request] = {}
         """By id, until they are resumed or aborted."""
-        self._growing: list[tuple[Sequence, int]] = []
+        self._growing: list[Growth] = []
 
     @property
     def growing(self) -> bool:
         """Whether a sequence waits for more pages."""
         return bool(self._growing and self.asked())
 
-    def asked(self) -> tuple[tuple[Sequence, int], ...]:
-        """Running sequences that wait for more pages, and for how many, in order of asking."""
-        self._growing = [(sequence, pages) for sequence, pages in self._growing if not sequence.ended]
+    def asked(self) -> tuple[Growth, ...]:
+        """What running sequences wait for, in order of asking."""
+        self._growing = [growth for growth in self._growing if growth.wanted]
         return tuple(self._growing)
 
     def asked_by(self, sequence: Sequence) -> int:
-        """Pages for which this one waits."""
-        return sum(pages for other, pages in self._growing if other is sequence)
+        """Pages by which this one waits to grow."""
+        return sum(growth.pages for growth in self._growing if growth.sequence is sequence)
 
-    def grow_later(self, sequence: Sequence, pages: int) -> None:
-        """The next ballots serve it ahead of all requests. A second call asks for that much more."""
-        self.books.note(Call.GROW, tag_of(sequence.id), pages, 1)
-        self._growing.append((sequence, pages))
+    def later(self, growth: Growth) -> None:
+        """The next ballots serve it ahead of all requests."""
+        self._growing.append(growth)
 
-    def grant(self, growths: tuple[tuple[Sequence, int], ...]) -> tuple[Sequence, ...]:
-        """These get their pages; those that have ended since the ballot began need none."""
-        for growth in growths:
-            if growth in self._growing:  # else it has ended, and was dropped
-                self._growing.remove(growth)
-        alive = [(sequence, pages) for sequence, pages in growths if not sequence.ended]
-        for sequence, pages in alive:
-            sequence._grow(pages)
-        return tuple(sequence for sequence, _ in alive)
+    def granted(self, growths: tuple[Growth, ...]) -> tuple[Growth, ...]:
+        """These have got their pages: they wait no longer. Returns those that are still of use."""
+        self._growing = [growth for growth in self._growing if growth not in growths]
+        return tuple(growth for growth in growths if growth.wanted)
 
     @staticmethod
     def victims(running: Mapping[str, Sequence]) -> tuple[str, ...]:
@@ -79,8 +92,9 @@ class Preemption:
     def forget(self, request_id: str) -> None:
         """The request will not be resumed, or runs: what the host tier kept for it is free to go."""
         self.suspended.pop(request_id, None)
-        if self.books.tier is not None:
-            self.books.tier.forget(request_id)
+        for ledger in self.books.ledgers:
+            if ledger.tier is not None:
+                ledger.tier.forget(request_id)
 
     def clear(self) -> None:
         """Nothing is suspended and nothing waits to grow, on this rank."""

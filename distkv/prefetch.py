@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distkv.ballot import Pending
 from distkv.books import Books
 from distkv.entries import Match
 from distkv.pages import Ids
+from distkv.pending import Pending
 
 __all__ = ["prefetch"]
 
@@ -24,7 +24,7 @@ def prefetch(queue: Sequence[Pending], books: Books) -> None:
     """
     if books.tiered is None or books.tier is None or not queue:
         return
-    under_way, need = len(books.tier.prefetches), queue[0].total
+    under_way, need = len(books.tier.prefetches), queue[0].needs[0]
     room = books.room + under_way  # these pages come back
     spare = (room - need if room >= need else room) - under_way
     held: list[Ids] = []
@@ -32,6 +32,8 @@ def prefetch(queue: Sequence[Pending], books: Books) -> None:
         for pending in queue:
             if spare <= 0:
                 return
+            if 0 not in pending.labels:
+                continue
             match = books.match(pending.chain, pending.limit)
             first = books.on_device(match)
             device: Ids = match.pages[:first]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from distkv.host.copies import Copy, CopyState
-from distkv.pages import Ids
 
 if TYPE_CHECKING:
     from distkv.books import Books
+    from distkv.ledger import Ledger
 
 __all__ = ["ReadIn"]
 
@@ -23,41 +21,40 @@ class ReadIn:
     ranks agree that reading has ended.
     """
 
-    def __init__(self, first: int, pages: int, loads: Sequence[tuple[int, Copy]]) -> None:
+    def __init__(self, first: int, pages: int, loads: Sequence[tuple[Ledger, int, Copy]]) -> None:
         """``first`` page (in the sequence) that any rank reads in, all ``pages`` that are there in the end, and which
-        of them this rank loads, in order."""
+        of them this rank loads, of each label in order."""
         self.first = first
         self.pages = pages
         self.loads = tuple(loads)
 
     @property
     def state(self) -> tuple[int, int]:
-        """1 if all loads have ended or are overdue; how many leading pages are there."""
-        done = all(copy.ended or copy.overdue for _, copy in self.loads)
-        there = next((at for at, copy in self.loads if copy.state is not CopyState.DONE), self.pages)
+        """1 if all loads have ended or are overdue; how many leading pages are there, in all labels."""
+        done = all(copy.ended or copy.overdue for _, _, copy in self.loads)
+        there = min((at for _, at, copy in self.loads if copy.state is not CopyState.DONE), default=self.pages)
         return int(done), there
 
-    def enter(self, books: Books) -> None:
+    def enter(self) -> None:
         """Pages that were loaded well enter the index, as long as those above them are there."""
-        assert books.tiered is not None or not self.loads
-        for _, copy in self.loads:
-            if copy.state is CopyState.DONE and books.tiered is not None:
-                books.tiered.loaded(copy)
+        for ledger, _, copy in self.loads:
+            if copy.state is CopyState.DONE:
+                ledger.loaded(copy)
 
-    def give_back(self, books: Books, pages: Ids, *, current: bool) -> Ids:
-        """The sequence leaves. Returns those of its ``pages`` that no copy writes any more, which it is to release.
+    def give_back(self, books: Books, *, current: bool) -> dict[str, list[int]]:
+        """The sequence leaves. Returns, by label, those of its pages that copies still write, which it does not free.
 
         Copies that still run keep their pages until they end. Entries whose bytes did not come in time leave.
         ``current``: no reset came since it was admitted, so that what has come is of use.
         """
         if current:
-            self.enter(books)
-        writing = []
-        for _, copy in self.loads:
+            self.enter()
+        writing: dict[str, list[int]] = {}
+        for ledger, _, copy in self.loads:
             if not copy.ended:
-                assert books.tier is not None
-                books.tier.orphan(copy)
-                writing.append(copy.device)
-                if copy.overdue and books.tiered is not None:
-                    books.tiered.host_broken(copy.host)
-        return pages[~np.isin(pages, writing)] if writing else pages
+                assert ledger.tier is not None
+                ledger.tier.orphan(copy)
+                writing.setdefault(ledger.label, []).append(copy.device)
+                if copy.overdue:
+                    ledger.tier.broken(copy.host)
+        return writing

@@ -36,11 +36,15 @@ class Reason(StrEnum):
     """The page is here with the same token ids but with other media or embeddings."""
     GROUP_MINIMUM = "group minimum"
     """This rank has more, another rank has not."""
+    WINDOW = "window"
+    """More was here, but not what the layers with a sliding window need there."""
     LOAD_FAILED = "load failed"
     """More was on the host, but on some rank it could not be read in, or not in time."""
     BUMP_OR_RESET = "bump or reset"
     """The first page was here before a weights bump or a reset. Or one came while the ballot was in flight, and what
     had matched does not count."""
+    FORKED = "forked"
+    """It is a fork: all that its parent had committed is its own."""
     NOT_READ = "not read"
     """The request asked not to read the cache."""
 

@@ -10,6 +10,7 @@ import numpy as np
 from distkv.books import SCOPES, Scope
 from distkv.chain import KeyChain
 from distkv.errors import MessageError, RequestError
+from distkv.ledger import MAIN
 from distkv.reasons import Reason
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ class Request:
     output_limit: int
     """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission.
     0: the prompt is computed and nothing is generated, to have it in the cache before it is asked for."""
+    labels: tuple[str, ...] = (MAIN,)
+    """The labels whose pools it needs pages of: all of them with one matched length, or none. Those of sliding layers
+    come with ``main``."""
     matched_cap: int | None = None
     """Rank 0's own matched length in pages (``cache.peek``), which caps every rank's lookup for the first ballot."""
     read: bool = True
@@ -44,6 +48,11 @@ class Request:
         for name, value in (("output_limit", self.output_limit), ("matched_cap", self.matched_cap or 0)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise RequestError(self.id, f"{name} is {value!r}, which must be a whole number")
+        labels = self.labels
+        if not isinstance(labels, tuple) or not labels or not all(isinstance(label, str) for label in labels):
+            raise RequestError(self.id, f"labels is {labels!r}, which must be a tuple of at least one label's name")
+        if len(set(labels)) < len(labels):
+            raise RequestError(self.id, f"labels is {labels!r}, which names one twice")
         if len(self.chain) < 1:
             raise RequestError(self.id, "the prompt is empty; at least one token has to be computed")
         if self.output_limit < 0:
@@ -102,6 +111,15 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Forked:
+    """A fork that had to wait for its pages, and has them."""
+
+    parent: Sequence
+    children: tuple[Sequence, ...]
+    """They may run from now on, and belong to the caller as those of ``StepResult.ready`` do."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step decided: the same on every rank, but for requests aborted while the ballot was in flight."""
 
@@ -112,6 +130,8 @@ class StepResult:
     """Sequences that were admitted and are being read in, on this rank or another; they get ready, or wait again."""
     grown: tuple[Sequence, ...] = ()
     """Sequences that got the pages for which ``PrefixCache.grow`` made them wait."""
+    forked: tuple[Forked, ...] = ()
+    """Forks that ``Sequence.fork`` made wait, and that are made now."""
     to_preempt: tuple[str, ...] = ()
     """Ids of running sequences, the last admitted: one that asked for more pages does not get them unless these are
     suspended (or others end). Empty if nothing waits to grow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +12,26 @@ from distkv.books import Books, Call
 from distkv.chain import KeyChain
 from distkv.errors import SequenceError
 from distkv.keys import TOKEN_BYTES, tag_of, token_bytes
-from distkv.pages import Ids, Pages
+from distkv.pagelist import PageList
+from distkv.pages import Pages
 from distkv.readin import ReadIn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence as AbstractSequence
 
+    from distkv.forks import Branch
     from distkv.request import Request, RequestRecord
 
 Slots = npt.NDArray[np.int64]
 """Flat slots, int64 [n]: page * page_size + offset."""
+
+
+class Lifecycle(Protocol):
+    """Who a sequence belongs to: told of its end, and asked for forks."""
+
+    def _ended(self, sequence: Sequence) -> None: ...
+    def fork(self, parent: Sequence, branches: int | AbstractSequence[Branch], *,
+             wait: bool) -> tuple[Sequence, ...]: ...
 
 
 class Sequence:
@@ -31,11 +41,13 @@ class Sequence:
     fail inside them. Three calls write: ``open(n)`` makes place for n tokens, ``append(ids)`` names tokens behind the
     prompt, ``commit(n)`` says that the KV of the next n opened tokens is real. Only committed tokens are ever named
     in ``chain`` or stored in the index. Every call is the same on all ranks, in the same order.
+
+    It has a page table in each of its labels' pools; what one call opens is opened in all of them.
     """
 
-    def __init__(self, books: Books, request: Request, chain: KeyChain, matched: Ids, total: int,
-                 record: RequestRecord, on_end: Callable[[Sequence], None], read_in: ReadIn | None = None) -> None:
-        """Takes over one owner count of each ``matched`` page and ``total - len(matched)`` reserved pages.
+    def __init__(self, books: Books, request: Request, chain: KeyChain, lists: tuple[PageList, ...], cached: int,
+                 record: RequestRecord, owner: Lifecycle, read_in: ReadIn | None = None) -> None:
+        """``lists``: its page tables, that of its first label first, which have its first ``cached`` tokens.
 
         ``read_in``: the loads that still write some of these pages; the sequence cannot run until they have ended.
         """
@@ -45,31 +57,30 @@ class Sequence:
         self.chain = chain.branch()
         """Prompt and committed tokens. After the end, the conversation's next turn goes on from it."""
         self.prompt_tokens = len(chain)
-        self.cached_tokens = len(matched) * books.page_size
+        self.cached_tokens = cached
         """Leading tokens whose KV was in the cache at admission."""
         self.epoch = books.epoch
-        self.reserved = total - len(matched)
-        """Pages promised and not opened yet."""
+        self.lists = lists
+        """Its page tables, one for each label. Not to be modified."""
         self.read_in = read_in
         """The loads that it waits for; None if it can run."""
         self.ended: str | None = None
-        """How it ended: finished, aborted, suspended, or put back into the queue."""
+        """How it ended: finished, aborted, suspended, or put back into the queue. ``kept``: see :meth:`keep`."""
+        self.forking = False
+        """It waits for a fork, and opens nothing meanwhile."""
         self.to_resume: Request | None = None
         """Of a suspended sequence: the request that goes on from here."""
         self._books = books
-        self._on_end = on_end
+        self._owner = owner
         self._tag = tag_of(request.id)
-        self._pages = np.empty(total, np.int32)
-        self._pages[: len(matched)] = matched
-        self._n_pages = len(matched)  # those that the opened tokens fill
-        self._n_owned = len(matched)  # and those that truncated tokens have left: kept for the next open
-        self._opened = self._committed = self.cached_tokens
+        self._main = lists[0]
+        self._opened = self._committed = cached
         self._names = bytearray()  # ids behind the chain's end that are named and not committed
-        self._stored = len(matched)
 
     def __repr__(self) -> str:
+        main = self._main
         return (f"Sequence({self.id!r}, {self._committed} committed of {self._opened} opened tokens, "
-                f"{self._n_pages} pages, {self.reserved} reserved{', ' + self.ended if self.ended else ''})")
+                f"{main.filled} pages, {main.reserved} reserved{', ' + self.ended if self.ended else ''})")
 
     # ---- what an engine reads
 
@@ -79,19 +90,37 @@ class Sequence:
         return self.read_in is not None
 
     @property
+    def reserved(self) -> int:
+        """Pages of the first label that are promised and not opened yet."""
+        return self._main.reserved
+
+    @property
     def promised(self) -> int:
-        """Pages that it owns or has reserved."""
-        return self._n_owned + self.reserved
+        """Pages of the first label that it owns or has reserved."""
+        return self._main.promised
 
     @property
     def page_indices(self) -> Pages:
-        """Page ids in order, int32 [pages]. Valid until the next call on this sequence; not to be modified."""
-        return self._pages[: self._n_pages]
+        """Page ids of the first label in order, int32 [pages]. Valid until the next call on this sequence; not to be
+        modified."""
+        return self._main.table
 
     @property
     def owned_pages(self) -> Pages:
         """``page_indices`` and the pages behind them that truncated tokens have left, int32. Not to be modified."""
-        return self._pages[: self._n_owned]
+        return self._main.held
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels whose pools it has pages in."""
+        return tuple(pages.ledger.label for pages in self.lists)
+
+    def pages_of(self, label: str) -> PageList:
+        """Its page table in the pool of ``label``. Raises SequenceError if it has none there."""
+        for pages in self.lists:
+            if pages.ledger.label == label:
+                return pages
+        raise SequenceError(f"sequence {self.id!r} has no pages of label {label!r}; it has {', '.join(self.labels)}")
 
     @property
     def seq_len(self) -> int:
@@ -121,45 +150,60 @@ class Sequence:
         behind = np.frombuffer(bytes(self._names), "<i4")
         return np.concatenate([self.chain.slice(start, min(stop, at)), behind[max(0, start - at) : max(0, stop - at)]])
 
-    def slots(self, start: int, stop: int) -> Slots:
-        """Flat slots of opened tokens ``start .. stop - 1``, int64 [stop - start]. Raises SequenceError for others."""
+    def slots(self, start: int, stop: int, label: str | None = None) -> Slots:
+        """Flat slots of opened tokens ``start .. stop - 1``, int64 [stop - start], in a label's pool (None: the first).
+
+        Raises SequenceError for others, and for tokens whose pages a window has given up.
+        """
+        pages = self._main if label is None else self.pages_of(label)
         size = self._books.page_size
         if self.ended or not 0 <= start <= stop <= self._opened:
             raise SequenceError(f"sequence {self.id!r} has no slots {start} .. {stop - 1}: "
                                 + (f"it was {self.ended}" if self.ended else f"{self._opened} tokens are opened"))
-        first = start // size
+        first, last = start // size, -(-stop // size)
+        if pages.gone and first < pages.first and last > pages.protected:
+            raise SequenceError(f"sequence {self.id!r} has no slots {start} .. {stop - 1} of label "
+                                f"{pages.ledger.label!r}: pages {pages.protected} .. {pages.first - 1} were released")
         if first * size < stop <= (first + 1) * size:  # in one page, as a decoded token is
-            shift = (int(self._pages[first]) - first) * size
+            shift = (int(pages.pages[first]) - first) * size
             return np.arange(shift + start, shift + stop, dtype=np.int64)
-        slots = self._pages[first : -(-stop // size), None] * np.int64(size) + np.arange(size)
+        slots = pages.pages[first:last, None] * np.int64(size) + np.arange(size)
         return slots.reshape(-1)[start - first * size : stop - first * size]
 
     # ---- writing
 
     def open(self, n: int) -> Slots:
-        """Makes place for the next ``n`` tokens. Returns their slots, int64 [n].
+        """Makes place for the next ``n`` tokens. Returns their slots in the first label's pool, int64 [n].
 
-        Raises SequenceError, with nothing opened, if they would not fit into the reservation.
+        If its last page is shared with a fork and partly filled, it is copied first (see :meth:`fork`). Raises
+        SequenceError, with nothing opened, if the tokens would not fit into the reservation.
         """
         self._must_run("open", n)
+        if self.forking:
+            raise SequenceError(f"sequence {self.id!r} waits for its fork, which is to begin where it is now; open "
+                                "again when a step has told of the children")
         if n < 1:
             raise SequenceError(f"open needs at least 1 token, not {n}")
         end = self._opened + n
-        pages = -(-end // self._books.page_size)
-        more = pages - self._n_owned
-        if more > self.reserved:
-            raise SequenceError(
-                f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s), "
-                f"and {self.reserved} are reserved (prompt {self.prompt_tokens} + limit {self.request.output_limit})"
-            )
-        if more > 0:
-            self._pages[self._n_owned : pages] = self._books.take(more)
-            self._n_owned = pages
-            self.reserved -= more
-        self._n_pages = pages
+        filled = -(-end // self._books.page_size)
+        for pages in self.lists:
+            if filled - pages.owned > pages.reserved:
+                raise self._too_many(n, pages, filled - pages.owned)
+        for pages in self.lists:
+            if pages.tail >= 0:
+                pages.own_tail()
+        for pages in self.lists:
+            pages.open(filled)
         start, self._opened = self._opened, end
         self._books.note(Call.OPEN, self._tag, n)
         return self.slots(start, end)
+
+    def _too_many(self, n: int, pages: PageList, more: int) -> SequenceError:
+        text = (f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s), "
+                f"and {pages.reserved} are reserved")
+        if not pages.ledger.windowed:
+            return SequenceError(f"{text} (prompt {self.prompt_tokens} + limit {self.request.output_limit})")
+        return SequenceError(f"{text} of label {pages.ledger.label!r}; {pages.ledger.remedy}")
 
     def append(self, ids: object) -> None:
         """Names the tokens behind the last named one (see :func:`distkv.keys.token_bytes` for what is taken)."""
@@ -187,6 +231,9 @@ class Sequence:
         self._books.note(Call.COMMIT, self._tag, n)
         if filled and self._books.store_at_fill:
             self._store()
+        for pages in self.lists:
+            if pages.ledger.windowed:
+                pages.slide(end)
 
     def truncate(self, n: int) -> None:
         """Takes back the last ``n`` opened tokens, their slots and (behind the prompt) their names.
@@ -199,10 +246,48 @@ class Sequence:
             raise SequenceError(f"sequence {self.id!r} cannot take back {n} tokens: "
                                 f"{self._opened - self._committed} are opened and not committed")
         self._opened -= n
-        self._n_pages = -(-self._opened // self._books.page_size)
+        for pages in self.lists:
+            pages.filled = -(-self._opened // self._books.page_size)
         if n:
             del self._names[TOKEN_BYTES * max(0, self._opened - len(self.chain)) :]
         self._books.note(Call.TRUNCATE, self._tag, n)
+
+    # ---- forks
+
+    def fork(self, branches: int | AbstractSequence[Branch] = 1, *, wait: bool = False) -> tuple[Sequence, ...]:
+        """Sequences that go on from the committed tokens of this one, on the very same pages. All of them or none.
+
+        ``branches``: how many, or a :class:`distkv.Branch` for each, with its name, suffix and limit. Full pages are
+        shared for good. A partly filled last page is shared until one of its owners opens a token in it: that call
+        copies the page first, on the device, in the order of what the current stream computes; the last owner left
+        writes without a copy. Named tokens that are not committed stay this sequence's own.
+
+        What the children need is taken out of the leftover of the last step. If that is smaller it raises NoRoom, with
+        nothing changed; with ``wait`` it returns no children, and the next steps serve this ahead of all requests: see
+        ``StepResult.forked``. Raises SequenceError while a token is opened and not committed, and RequestError for a
+        wrong or taken name.
+        """
+        if self.ended != "kept":
+            self._must_run("fork")
+        return self._owner.fork(self, branches, wait=wait)
+
+    def keep(self) -> None:
+        """Ends the request and keeps its committed prefix, a partly filled last page included, to be forked later.
+
+        Its full pages are stored, as by :meth:`finish`; what was reserved is given back. The prefix stays until
+        :meth:`abort`, or a reset of the device or new weights. It is in ``PrefixCache.kept`` by its id.
+        """
+        self._must_run("keep")
+        if self._opened != self._committed:
+            raise SequenceError(f"sequence {self.id!r} cannot be kept: {self._opened - self._committed} of its tokens "
+                                "are opened and not committed; commit or truncate them first")
+        self._books.note(Call.KEEP, self._tag)
+        self._store()
+        self.ended = "kept"
+        self.forking = False
+        for pages in self.lists:
+            self._books.release(*pages.keep(-(-self._committed // self._books.page_size)), pages.ledger)
+        self._owner._ended(self)
 
     # ---- the end
 
@@ -217,8 +302,12 @@ class Sequence:
         self._end("finished")
 
     def abort(self) -> None:
-        """Ends the request and stores nothing more. Also while it is read in: its loads then end on their own."""
-        self._must_run("abort", reading=True)
+        """Ends the request and stores nothing more. Also while it is read in: its loads then end on their own.
+
+        Of a prefix that was kept: lets it go.
+        """
+        if self.ended != "kept":
+            self._must_run("abort", reading=True)
         self._books.note(Call.ABORT, self._tag)
         self._end("aborted")
 
@@ -231,9 +320,10 @@ class Sequence:
         """
         self._must_run("suspend")
         self._books.note(Call.SUSPEND, self._tag)
-        stored = self._store()
-        if self._books.tiered is not None and stored:
-            self._books.tiered.keep(self.id, self._pages[:stored])
+        self._store()
+        for pages in self.lists:
+            if pages.ledger.tiered is not None and pages.stored:
+                pages.ledger.tiered.keep(self.id, pages.pages[: pages.stored])
         chain = self.chain.branch()
         if self._names:
             chain.extend_bytes(self._names)
@@ -246,7 +336,7 @@ class Sequence:
     def _loaded(self) -> None:
         """All ranks have read it in: what was loaded enters the index here, and it runs."""
         assert self.read_in is not None
-        self.read_in.enter(self._books)
+        self.read_in.enter()
         self.read_in = None
 
     def _give_back(self) -> None:
@@ -256,28 +346,28 @@ class Sequence:
     def _grow(self, pages: int) -> None:
         """Reserves ``pages`` more. For :meth:`distkv.PrefixCache.grow` alone, which knows the agreed leftover."""
         self._must_run("grow", pages)
-        self._pages = np.concatenate([self._pages, np.empty(pages, np.int32)])
-        self.reserved += pages
-        self._books.promise(pages)
+        for each in self.lists:
+            each.grow(pages)
 
-    def _store(self) -> int:
-        """Offers all full pages to the index. Returns how many leading ones are there."""
+    def _store(self) -> None:
+        """Offers all full pages to the indexes of its labels."""
         full = self._committed // self._books.page_size
         if not full or not self.request.write or self.epoch != self._books.epoch:
-            return 0
-        self._stored = self._books.store(self.chain, self._pages[:full], min(self._stored, full))
-        return self._stored
+            return
+        for pages in self.lists:
+            pages.ledger.store_all(pages, self.chain, full, self._main)
 
     def _end(self, how: str) -> None:
         self.ended = how
-        pages: Ids = self.owned_pages
-        self._n_pages = self._n_owned = 0
-        reserved, self.reserved = self.reserved, 0
-        if self.read_in is not None:
-            pages = self.read_in.give_back(self._books, pages, current=self.epoch == self._books.epoch)
-            self.read_in = None
-        self._books.release(pages, reserved)
-        self._on_end(self)
+        read_in, self.read_in = self.read_in, None
+        writing = {}
+        if read_in is not None:
+            writing = read_in.give_back(self._books, current=self.epoch == self._books.epoch)
+        for pages in self.lists:
+            held, reserved = pages.leave()
+            copies = writing.get(pages.ledger.label)
+            self._books.release(held[~np.isin(held, copies)] if copies else held, reserved, pages.ledger)
+        self._owner._ended(self)
 
     def _must_run(self, call: str, count: object = 0, *, reading: bool = False) -> None:
         if not isinstance(count, (int, np.integer)):

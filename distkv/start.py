@@ -42,8 +42,8 @@ def check_arguments(config: object, fingerprint: object, group: object) -> None:
 class Start:
     """What a rank knows after the exchange. Nothing is taken yet."""
 
-    smallest_pool: int
-    """Usable pages of the smallest pool of the group."""
+    smallest_pools: tuple[int, ...]
+    """Usable pages of the smallest pool of the group, for each label."""
     host_pages: int
     """Host pages of this rank, those of preemption_pages included; 0: no host tier."""
     ranks_on_node: int
@@ -52,7 +52,8 @@ class Start:
     """The host tier of every node, a line each, and what speaks against it; empty if no rank has one."""
 
 
-def meet(group: Group, config: Config, namer: Namer, usable_pages: int, *, host: HostAsk | None = None) -> Start:
+def meet(group: Group, config: Config, namer: Namer, usable_pages: Sequence[int], *,
+         host: HostAsk | None = None) -> Start:
     """Compares the agreed fields, a probe key and the KV layout, and settles the host tier, in one exchange.
 
     Raises GroupMismatch, on every rank, naming each field that differs and every rank's value. Local fields (pool
@@ -64,11 +65,13 @@ def meet(group: Group, config: Config, namer: Namer, usable_pages: int, *, host:
     fields = agreed_fields(config)
     if config.cache.agreement == "lockstep":
         fields |= {f"pool.{name} (equal in lockstep)": str(getattr(config.pool, name)) for name in _POOL}
+        fields |= {f"labels.{label.name}.{name} (equal in lockstep)": str(getattr(label, name))
+                   for label in config.labels for name in _POOL}
     fields |= {f"fingerprint.{name}": str(value) for name, value in asdict(namer.fingerprint).items()}
     fields[_LAYOUT] = str(host.layout)
     fields[_PROBE] = namer.probe()
     sizes = {name: getattr(config.host, name) for name in _SIZES}
-    mine = {"fields": fields, "pages": usable_pages, "host": sizes, "ask": asdict(host)}
+    mine = {"fields": fields, "pages": list(usable_pages), "host": sizes, "ask": asdict(host)}
     told = group.exchange(json.dumps(mine, sort_keys=True).encode())
     all_ranks = [json.loads(data) for data in told]
     for number, rank in enumerate(all_ranks):
@@ -76,7 +79,7 @@ def meet(group: Group, config: Config, namer: Namer, usable_pages: int, *, host:
             path, text = rank["ask"]["problem"]
             raise ConfigError(path, text + (f" (seen on rank {number}; no rank starts)" if len(all_ranks) > 1 else ""))
     _compare([rank["fields"] for rank in all_ranks], group.rank)
-    smallest = min(int(rank["pages"]) for rank in all_ranks)
+    smallest = tuple(min(map(int, pages)) for pages in zip(*(rank["pages"] for rank in all_ranks), strict=True))
     return _settled(all_ranks, group.rank, smallest)
 
 
@@ -95,13 +98,14 @@ def _compare(fields: Sequence[dict[str, str]], rank: int) -> None:
         raise GroupMismatch(differing, rank=rank)
 
 
-def _settled(all_ranks: Sequence[dict[str, Any]], rank: int, smallest: int) -> Start:
+def _settled(all_ranks: Sequence[dict[str, Any]], rank: int, smallest: tuple[int, ...]) -> Start:
     hosts = [HostConfig(**each["host"]) for each in all_ranks]
     budgets = settle(hosts, [HostAsk(**each["ask"]) for each in all_ranks])
     mine = next(budget for budget in budgets if any(share.rank == rank for share in budget.shares))
     pages = {share.rank: share.pages for budget in budgets for share in budget.shares}
-    lines = [budget.line() for budget in budgets] if any(pages.values()) else []
+    any_tier = any(pages.values()) or any(each["ask"]["label_pages"] for each in all_ranks)
+    lines = [budget.line() for budget in budgets] if any_tier else []
     without = sorted(other for other, has in pages.items() if not has)
-    if lines and without:
+    if any(pages.values()) and without:
         lines.append(f"no host tier on {ranks_text(without)}: what is not on every rank is loaded on none")
-    return Start(smallest_pool=smallest, host_pages=pages[rank], ranks_on_node=len(mine.shares), plan=tuple(lines))
+    return Start(smallest_pools=smallest, host_pages=pages[rank], ranks_on_node=len(mine.shares), plan=tuple(lines))

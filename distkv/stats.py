@@ -17,6 +17,7 @@ from distkv.request import ResetResult
 
 if TYPE_CHECKING:
     from distkv.books import Books
+    from distkv.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -34,6 +35,26 @@ class Counters:
     host_tokens: int = 0
     short_read_ins: int = 0
     suspended: int = 0
+    forked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LabelStats:
+    """Pages of one label beside ``main``, as the fields of :class:`Stats` with these names."""
+
+    pages_usable: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    pages_live: int
+    pages_reserved: int
+    entries: int
+    stored: int
+    evicted: int
+    host_pages: int
+    host_free: int
+    loads: int
+    stores: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +81,8 @@ class Stats:
     """Times that reading in ended short on some rank, and a request was admitted again without it."""
     suspended: int
     """Times that a sequence was suspended."""
+    forked: int
+    """Sequences that are forks of others."""
     pages_total: int
     """Pages of the pool, scratch pages included."""
     pages_usable: int
@@ -112,21 +135,35 @@ class Stats:
     """Pages that were on the host alone and were given up for others: they left the index."""
     copies_in_flight: int
     """Copies that have not ended."""
+    labels: Mapping[str, LabelStats]
+    """Pages of the labels beside ``main``."""
     reasons: Mapping[str, int]
     """Admitted requests by why their match was not longer, see :class:`distkv.Reason`."""
 
 
 def free_of(books: Books) -> tuple[int, int]:
     """Free pages of the device and of the host."""
-    return books.pool.free, books.tier.pages.free if books.tier is not None else 0
+    return (sum(ledger.pool.free for ledger in books.ledgers),
+            sum(ledger.tier.pages.free for ledger in books.ledgers if ledger.tier is not None))
 
 
 def reset_result(books: Books, before: tuple[int, int]) -> ResetResult:
     """What became free since ``before``, and what has not yet."""
     after = free_of(books)
     return ResetResult(after[0] - before[0], after[1] - before[1],
-                       books.pool.live + int(np.count_nonzero(books.pool.held())),
-                       books.tier.in_flight if books.tier is not None else 0)
+                       sum(ledger.pool.live + int(np.count_nonzero(ledger.pool.held())) for ledger in books.ledgers),
+                       sum(ledger.tier.in_flight for ledger in books.ledgers if ledger.tier is not None))
+
+
+def _label_stats(ledger: Ledger) -> LabelStats:
+    pool, stock, tier = ledger.pool, ledger.stock, ledger.tier
+    return LabelStats(
+        pages_usable=pool.usable, pages_free=pool.free, pages_cached=int(np.count_nonzero(pool.cached())),
+        pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_reserved=ledger.reserved,
+        entries=len(stock), stored=stock.stored, evicted=stock.evicted,
+        host_pages=tier.pages.total if tier is not None else 0, host_free=tier.pages.free if tier is not None else 0,
+        loads=tier.loads if tier is not None else 0, stores=tier.stores if tier is not None else 0,
+    )
 
 
 def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) -> Stats:
@@ -137,7 +174,7 @@ def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) ->
         steps=counters.steps, collectives=counters.collectives, requests=counters.requests,
         refused=counters.refused, peer_failures=counters.peer_failures, prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens, host_tokens=counters.host_tokens,
-        short_read_ins=counters.short_read_ins, suspended=counters.suspended,
+        short_read_ins=counters.short_read_ins, suspended=counters.suspended, forked=counters.forked,
         pages_total=pool.total, pages_usable=pool.usable,
         pages_free=pool.free, pages_cached=int(np.count_nonzero(pool.cached())),
         pages_held=int(np.count_nonzero(pool.held())), pages_live=pool.live, pages_retiring=books.retiring,
@@ -152,5 +189,6 @@ def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) ->
         store_failures=tier.store_failures if tier is not None else 0,
         load_failures=tier.load_failures if tier is not None else 0, dropped=tier.dropped if tier is not None else 0,
         host_evicted=tier.given_up if tier is not None else 0,
-        copies_in_flight=tier.in_flight if tier is not None else 0,
+        copies_in_flight=sum(each.tier.in_flight for each in books.ledgers if each.tier is not None),
+        labels={ledger.label: _label_stats(ledger) for ledger in books.ledgers[1:]},
     )

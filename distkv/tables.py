@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distkv.errors import SequenceError, TableError
+from distkv.ledger import MAIN
 from distkv.pages import Pages
 from distkv.table_buffers import TableBuffers
 
@@ -50,13 +51,13 @@ class Tables:
     last_page_len: Pages
     """int32 [rows]: opened tokens in a row's last page."""
     seq_lens: Pages
-    """int32 [rows]: opened tokens of a row, new ones included."""
+    """int32 [rows]: opened tokens of a row, new ones included, but for those that a window has given up."""
     query_start: Pages
     """int32 [rows + 1]: first new token of each row (``cu_seqlens_q``, ``qo_indptr``); the last is ``tokens``."""
     slot_mapping: Lengths
     """int64 [tokens]: the flat slot, ``page * page_size + offset``, to which a new token's K and V go."""
     positions: Lengths
-    """int64 [tokens]: a new token's position in its sequence."""
+    """int64 [tokens]: a new token's position in its sequence, tokens that a window has given up included."""
     block_table: Pages
     """int32 [rows, pages_per_row]: page ids, from the left. Behind a row's pages are zeros as far as the widest row
     of this batch goes, and behind those what an earlier batch left: kernels read no further than ``seq_lens`` says."""
@@ -68,18 +69,19 @@ class Tables:
 
 
 def build(batch: Iterable[tuple[Sequence, int]], *, running: Mapping[str, Sequence], page_size: int, scratch: int,
-          out: TableBuffers | None = None, pad_to: int | None = None) -> Tables:
+          label: str = MAIN, out: TableBuffers | None = None, pad_to: int | None = None) -> Tables:
     """See :meth:`distkv.PrefixCache.tables`. Everything is checked before anything is written."""
     if out is not None and not isinstance(out, TableBuffers):
         raise TableError(f"out is a {type(out).__name__}; fixed buffers are TableBuffers.make(...) or TableBuffers("
                          "**arrays), and None makes new arrays", "out")
-    pages, lengths, new = _rows(batch, running)
+    pages, lengths, new, gone = _rows(batch, running, label, page_size)
     real = len(pages)
     padded = _padding(real, scratch, pad_to)
     if padded:
         pages += list((np.arange(padded, dtype=np.int32) % scratch)[:, None])
         lengths += [1] * padded
         new += [1] * padded
+        gone += [0] * padded
     counts = np.fromiter(map(len, pages), np.int64, len(pages))
     seq_lens, fresh = np.array(lengths, np.int64), np.array(new, np.int64)
     rows, tokens, indices = len(pages), int(fresh.sum()), int(counts.sum())
@@ -90,13 +92,17 @@ def build(batch: Iterable[tuple[Sequence, int]], *, running: Mapping[str, Sequen
     out.check_room(rows=rows, tokens=tokens, indices=indices, pages_per_row=widest)
     tables = _views(out, rows=rows, tokens=tokens, indices=indices, padded=padded)
     _write(tables, pages, counts, seq_lens, fresh, page_size, widest)
+    if any(gone):
+        tables.positions[:] += np.repeat(np.array(gone, np.int64), fresh)
     return tables
 
 
-def _rows(batch: Iterable[tuple[Sequence, int]], running: Mapping[str, Sequence]
-          ) -> tuple[list[Pages], list[int], list[int]]:
-    """Page tables, lengths and numbers of new tokens of a batch whose every row may run. Raises SequenceError."""
+def _rows(batch: Iterable[tuple[Sequence, int]], running: Mapping[str, Sequence], label: str, page_size: int
+          ) -> tuple[list[Pages], list[int], list[int], list[int]]:
+    """Page tables, lengths and numbers of new tokens of a batch whose every row may run, and how many of a row's tokens
+    a window has given up. Raises SequenceError."""
     pages: list[Pages] = []
+    gone: list[int] = []
     lengths: list[int] = []
     new: list[int] = []
     seen: set[str] = set()
@@ -119,10 +125,12 @@ def _rows(batch: Iterable[tuple[Sequence, int]], running: Mapping[str, Sequence]
         if not 1 <= n <= length - sequence.committed:
             raise SequenceError(f"sequence {sequence.id!r} cannot compute {n} new token(s): {length} are opened and "
                                 f"{sequence.committed} of them committed; a row has at least one, and open comes first")
-        pages.append(sequence.page_indices)
-        lengths.append(length)
+        those = sequence.pages_of(label)
+        pages.append(those.table)
+        gone.append(those.gone * page_size)
+        lengths.append(length - gone[-1])
         new.append(n)
-    return pages, lengths, new
+    return pages, lengths, new, gone
 
 
 def _padding(real: int, scratch: int, pad_to: int | None) -> int:

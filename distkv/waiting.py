@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distkv.ballot import Pending
+from distkv.pending import Pending
 
 __all__ = ["WaitingQueue"]
 

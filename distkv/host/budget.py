@@ -44,6 +44,10 @@ class HostAsk:
     """Processes on this host as the launcher has counted them, those of other groups included; 0: it does not say."""
     bytes_per_page: int | None = None
     """Of this rank's KV memory; None: the cache has only its bookkeeping."""
+    label_pages: int = 0
+    """Host pages of other labels than ``main``."""
+    label_bytes: int = 0
+    """What they take."""
     layout: str | None = None
     """How the bytes of a page are laid out, but for what differs from shard to shard: has to be equal on all ranks."""
     problem: tuple[str, str] | None = None
@@ -73,11 +77,14 @@ class Share:
     bytes_per_page: int
     field: str
     """The setting that says how many."""
+    label_pages: int = 0
+    label_bytes: int = 0
+    """What the host pages of other labels take."""
 
     @property
     def bytes(self) -> int:
         """Memory of all its pages."""
-        return self.pages * self.bytes_per_page
+        return self.pages * self.bytes_per_page + self.label_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,7 @@ class NodeBudget:
 
     def line(self) -> str:
         """The plan of this node, for people."""
-        asking = [share for share in self.shares if share.pages]
+        asking = [share for share in self.shares if share.pages or share.label_pages]
         has = "an unknown amount" if self.available is None else size(self.available)
         return (f"host tier on {self.name} ({_ranks(self.shares)}): {size(self.asked)} of {has} that can be had, "
                 f"{_pages(asking)}")
@@ -163,7 +170,8 @@ def settle(hosts: Sequence[HostConfig], asks: Sequence[HostAsk]) -> list[NodeBud
     shares = []
     for rank, (host, ask) in enumerate(zip(hosts, asks, strict=True)):
         pages = host_pages(host, ask.bytes_per_page, count[rank], where=f" on rank {rank}" if len(asks) > 1 else "")
-        shares.append(Share(rank=rank, pages=pages, bytes_per_page=ask.bytes_per_page or 0, field=_asked(host)[0]))
+        shares.append(Share(rank=rank, pages=pages, bytes_per_page=ask.bytes_per_page or 0, field=_asked(host)[0],
+                            label_pages=ask.label_pages, label_bytes=ask.label_bytes))
     budgets = [NodeBudget(name=asks[ranks[0]].name, shares=tuple(shares[rank] for rank in ranks),
                           available=_least(asks[rank].available for rank in ranks)) for ranks in nodes]
     for budget in budgets:
@@ -194,7 +202,9 @@ def _least(values: Iterable[int | None]) -> int | None:
 
 
 def _remedy(largest: Share, available: int, ranks: int) -> str:
-    each = available // ranks
+    each = max(0, available // ranks - largest.label_bytes)
+    if largest.label_bytes > largest.pages * largest.bytes_per_page:
+        return f"lower host_pages of the labels, which take {size(largest.label_bytes)} of a rank"
     if largest.field == "pages":
         return f"at most {each // largest.bytes_per_page:,} pages for each of {counted(ranks, 'rank')}"
     return f"at most {_gib_down(available if largest.field == 'gib_per_node' else each)}"
@@ -222,7 +232,10 @@ def _ranks(shares: Sequence[Share]) -> str:
 def _pages(shares: Sequence[Share]) -> str:
     """``4 x 1,024 pages of 8.00 MiB``, ranks that take the same once."""
     alike = Counter((share.pages, share.bytes_per_page) for share in shares)
-    return " + ".join(f"{n} x {pages:,} pages of {size(each)}" for (pages, each), n in alike.items()) or "no pages"
+    labels = Counter((share.label_pages, share.label_bytes) for share in shares if share.label_pages)
+    parts = [f"{n} x {pages:,} pages of {size(each)}" for (pages, each), n in alike.items() if pages or not labels]
+    parts += [f"{n} x {pages:,} pages of other labels, {size(each)}" for (pages, each), n in labels.items()]
+    return " + ".join(parts) or "no pages"
 
 
 def _line(file: Path) -> str:

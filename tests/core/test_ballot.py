@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from distkv import Fingerprint, Request
 from distkv import ballot as ballots
-from distkv.ballot import NEUTRAL, Ballot, Decision, Pending, Slots, Vector, decide, encode, fault
+from distkv.ballot import NEUTRAL, Ask, Decision, Slots, Vector, decide, encode, fault
 from distkv.books import Books
 from distkv.chain import Namer
 from distkv.pages import PagePool
+from distkv.pending import Pending
+from distkv.rows import Ballot, fill
 from tests.core.helpers import EXAMPLES
 
 SLOTS = Slots(4, 2)
@@ -29,17 +31,22 @@ def vector(room: int, rows: list[tuple[int, int]], digest: int = 5) -> Vector:
     return made
 
 
+def decided(minimum: Vector, totals: list[int], growths: tuple[int, ...] | list[int] = (), *, void: bool) -> Decision:
+    """With one label."""
+    return decide(minimum, SLOTS, [Ask((total,)) for total in totals], [(pages,) for pages in growths], void=void)
+
+
 @settings(max_examples=300 * EXAMPLES, deadline=None, derandomize=EXAMPLES == 1)
 @given(st.integers(0, 30), st.lists(ROW, max_size=SLOTS.queue), st.booleans())
 def test_one_decision(room: int, rows: list[tuple[int, int, int]], void: bool) -> None:
     totals = [total for _, _, total in rows]
-    found = decide(vector(room, [(matched, live) for matched, live, _ in rows]), totals, void=void)
+    found = decided(vector(room, [(matched, live) for matched, live, _ in rows]), totals, void=void)
     needs = [total - (0 if void else live) for _, live, total in rows]
     n = len(found.admitted)
     assert found.admitted == tuple((0, 0) if void else (matched, matched) for matched, _, _ in rows[:n])
-    assert found.leftover == room - sum(needs[:n]) >= 0
+    assert found.leftover[0] == room - sum(needs[:n]) >= 0
     if n < len(rows):
-        assert found.short == needs[n] - found.leftover > 0, "strictly in order: the first that does not fit ends it"
+        assert found.short == needs[n] - found.leftover[0] > 0, "strictly in order: the first that does not fit ends it"
     else:
         assert found.short == 0
 
@@ -50,11 +57,11 @@ def test_the_minimum_fits_every_rank(ranks: list[tuple[int, list[tuple[int, int,
     """What the group admits, each rank could have admitted: its own room covers it, whatever the others have."""
     totals = [max(rows[i][2] for _, rows in ranks) for i in range(3)]
     minimum = np.minimum.reduce([vector(room, [(m, live) for m, live, _ in rows]) for room, rows in ranks])
-    found = decide(minimum, totals, void=False)
+    found = decided(minimum, totals, void=False)
     for room, rows in ranks:
-        own = decide(vector(room, [(m, live) for m, live, _ in rows]), totals, void=False)
+        own = decided(vector(room, [(m, live) for m, live, _ in rows]), totals, void=False)
         assert len(found.admitted) <= len(own.admitted)
-        assert found.leftover <= room
+        assert found.leftover[0] <= room
         new = sum(total - live for total, (_, live, _) in zip(totals[: len(found.admitted)], rows, strict=False))
         assert new <= room
         for agreed, (matched, _, _) in zip(found.admitted, rows, strict=False):
@@ -62,17 +69,17 @@ def test_the_minimum_fits_every_rank(ranks: list[tuple[int, list[tuple[int, int,
 
 
 def test_nothing_to_decide() -> None:
-    assert decide(vector(7, []), [], void=False) == Decision((), 0, 0, 7)
-    assert decide(vector(0, [(0, 0)]), [1], void=False) == Decision((), 0, 1, 0)
+    assert decided(vector(7, []), [], void=False) == Decision((), 0, 0, (7,))
+    assert decided(vector(0, [(0, 0)]), [1], void=False) == Decision((), 0, 1, (0,))
 
 
 def test_those_that_grow_come_first() -> None:
     """In order of asking; while one of them waits, nothing is admitted."""
     free = vector(7, [(2, 0)])
-    assert decide(free, [3], [1, 2], void=False) == Decision(((2, 2),), 2, 0, 1)
-    assert decide(free, [3], [5, 3], void=False) == Decision((), 1, 1, 2)
-    assert decide(free, [3], [8], void=False) == Decision((), 0, 1, 7)
-    assert decide(free, [3], [7], void=False) == Decision((), 1, 3, 0)
+    assert decided(free, [3], [1, 2], void=False) == Decision(((2, 2),), 2, 0, (1,))
+    assert decided(free, [3], [5, 3], void=False) == Decision((), 1, 1, (2,))
+    assert decided(free, [3], [8], void=False) == Decision((), 0, 1, (7,))
+    assert decided(free, [3], [7], void=False) == Decision((), 1, 3, (0,))
 
 
 def test_read_ins() -> None:
@@ -131,7 +138,7 @@ def stored(made: Books, tokens: list[int]) -> np.ndarray:
 
 def pending(made: Books, tokens: list[int], limit: int = 0, cap: int | None = None, read: bool = True) -> Pending:
     chain = made.namer.chain(tokens)
-    return Pending.of(Request(id="r", chain=chain, output_limit=limit, matched_cap=cap, read=read), chain, 2)
+    return Pending.of(Request(id="r", chain=chain, output_limit=limit, matched_cap=cap, read=read), chain, made)
 
 
 def test_pending() -> None:
@@ -149,14 +156,14 @@ def test_encoding() -> None:
     made = books()
     pages = stored(made, [1] * 8)
     made.pool.own(pages[:1])
-    ballot = Ballot(7, 0, made.room)
-    ballots.fill(ballot, made, [pending(made, [1] * 7), pending(made, [2] * 7)])
+    ballot = Ballot(7, 0, (made.room,))
+    fill(ballot, made, [pending(made, [1] * 7), pending(made, [2] * 7)])
     found = encode(ballot, (1 << 64) - 1, SLOTS)
     mask = (1 << 62) - 1
     assert found.dtype == np.int64
     assert found.tolist() == [NEUTRAL, mask, -mask, 15, 3, 3, 1, 0, 0, 0] + [NEUTRAL] * 10
-    ballot.let_go(made)
-    ballot.let_go(made)
+    ballot.let_go()
+    ballot.let_go()
     assert not made.pool.holds.any(), "and twice is once"
 
 
@@ -167,18 +174,18 @@ def test_the_cap_on_holds() -> None:
     for tokens in (one, two, three):
         stored(made, tokens)
     made.promise(3)  # room 5: one fits with 3 pages, two with 2, three not
-    ballot = Ballot(1, 0, made.room)
-    ballots.fill(ballot, made, [pending(made, [*t, 0]) for t in (one, two, three, one)])
-    assert [len(row.held) for row in ballot.rows] == [3, 2, 0, 0]
+    ballot = Ballot(1, 0, (made.room,))
+    fill(ballot, made, [pending(made, [*t, 0]) for t in (one, two, three, one)])
+    assert [len(row.parts[0].held) for row in ballot.rows] == [3, 2, 0, 0]
     assert [len(row.match) for row in ballot.rows] == [3, 2, 2, 3], "what was found is still told in the records"
     cold = int(np.count_nonzero(made.pool.indexed & (made.pool.owners == 0) & (made.pool.holds == 0)))
     assert made.pool.free + cold == made.reserved == 3, "what is promised can still be given"
-    ballot.let_go(made)
-    ballot = Ballot(2, 0, made.room)
-    ballots.fill(ballot, made, [pending(made, [*t, 0]) for t in (one, one, one, two)])
-    assert [len(row.held) for row in ballot.rows] == [3, 3, 3, 2], "a page is counted once, however many hold it"
+    ballot.let_go()
+    ballot = Ballot(2, 0, (made.room,))
+    fill(ballot, made, [pending(made, [*t, 0]) for t in (one, one, one, two)])
+    assert [len(row.parts[0].held) for row in ballot.rows] == [3, 3, 3, 2], "a page counts once"
     assert made.pool.holds.max() == 3
-    ballot.let_go(made)
+    ballot.let_go()
     made.pool.check()
 
 
@@ -186,10 +193,10 @@ def test_live_pages_need_no_room_to_be_held() -> None:
     made = books(pages=4)
     pages = stored(made, [1] * 8)
     made.pool.own(pages)
-    ballot = Ballot(1, 0, made.room)
-    assert ballot.room == 0
-    ballots.fill(ballot, made, [pending(made, [1] * 9)])
-    assert (len(ballot.rows[0].held), ballot.rows[0].live) == (4, 4)
+    ballot = Ballot(1, 0, (made.room,))
+    assert ballot.rooms == (0,)
+    fill(ballot, made, [pending(made, [1] * 9)])
+    assert (len(ballot.rows[0].parts[0].held), ballot.rows[0].parts[0].live) == (4, 4)
 
 
 def test_only_leading_live_pages_are_free_of_charge() -> None:
@@ -197,6 +204,6 @@ def test_only_leading_live_pages_are_free_of_charge() -> None:
     made = books(pages=8)
     pages = stored(made, [1] * 8)
     made.pool.own(pages[[0, 2, 3]])
-    ballot = Ballot(1, 0, made.room)
-    ballots.fill(ballot, made, [pending(made, [1] * 9)])
-    assert (len(ballot.rows[0].held), ballot.rows[0].live) == (4, 1)
+    ballot = Ballot(1, 0, (made.room,))
+    fill(ballot, made, [pending(made, [1] * 9)])
+    assert (len(ballot.rows[0].parts[0].held), ballot.rows[0].parts[0].live) == (4, 1)

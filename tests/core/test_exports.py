@@ -14,21 +14,25 @@ import distkv
 from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
-SANS_IO = ["encoding", "keys", "keylog", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages", "books",
-           "sequence", "request", "ballot", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
+SANS_IO = ["encoding", "keys", "keylog", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages",
+           "books", "sequence", "request", "ballot", "grid", "pagelist", "ledger", "window_index", "windows", "forks", "pending",
+           "rows", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
            "tiered", "keeping", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies",
            "host.pages", "host.tier", "host.layout"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "torch_group", "mpi_group", "faults", "watchdog",
+CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "labels", "label_config", "guarding", "torch_group",
+        "mpi_group", "faults", "watchdog",
         "layout", "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
-LAYERS = [["keys", "encoding", "config", "errors", "layout", "_settings", "_values", "_loading", "_yaml", "memory",
-           "_text", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],
+LAYERS = [["keys", "encoding", "config", "label_config", "grid", "errors", "layout", "_settings", "_values", "_loading",
+           "_yaml", "memory", "_text", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
           ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"], ["keeping"],
-          ["books"], ["readin"], ["request", "sequence"], ["ballot", "tables", "stats"],
-          ["waiting", "admission", "preemption", "prefetch"], ["agreed"], ["group", "agreement", "watchdog"],
-          ["torch_group", "mpi_group", "start", "lockstep", "host.opening", "local_calls"], ["cache"]]
+          ["pagelist"], ["ledger", "window_index"], ["windows"], ["books"], ["readin"], ["request", "sequence"],
+          ["forks", "pending", "tables", "stats"], ["preemption"], ["rows"], ["ballot", "waiting"],
+          ["admission", "prefetch"], ["agreed"], ["group", "agreement", "watchdog"],
+          ["torch_group", "mpi_group", "start", "lockstep", "labels", "host.opening", "local_calls", "guarding"],
+          ["cache"]]
 COPYING = ["host.kv", "host.memory", "host._engine", "host.threads", "host.cuda", "host.scripted", "host.open"]
 PROGRAMS = ["cli", "__main__", "api_reference", "config_reference", "launching", "_interfaces", "_parent", "_streams"]
 

@@ -135,7 +135,7 @@ def test_nothing_can_be_called_after_the_end(end: str) -> None:
     getattr(sequence, end)()
     before = cache.stats()
     calls = {"open": (1,), "append": ([1],), "commit": (0,), "truncate": (0,), "finish": (), "abort": (),
-             "suspend": ()}
+             "suspend": (), "fork": (1,), "keep": ()}
     for call, arguments in calls.items():
         with pytest.raises(SequenceError, match=r"was (finished|aborted)"):
             getattr(sequence, call)(*arguments)
@@ -146,7 +146,7 @@ def test_nothing_can_be_called_after_the_end(end: str) -> None:
     assert not cache.running
     cache.check()
     assert {name for name, member in inspect.getmembers(type(sequence), inspect.isfunction)
-            if not name.startswith("_")} == {*calls, "tokens", "slots"}, "a call that this test does not know"
+            if not name.startswith("_")} == {*calls, "tokens", "slots", "pages_of"}, "a call that this test does not know"
 
 
 def test_reading_after_the_end() -> None:
@@ -514,7 +514,7 @@ def test_close_after_an_error_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) 
     half, other = prefill(admit(cache, "half", range(5))), admit(cache, "other", range(5, 9))
     planted = InvariantError("planted")
 
-    def release(_pages: object, _reserved: int) -> None:
+    def release(_pages: object, _reserved: int, _ledger: object) -> None:
         raise planted
 
     monkeypatch.setattr(cache._books, "release", release)

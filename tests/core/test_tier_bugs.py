@@ -156,5 +156,5 @@ def test_whatever_keeps_a_rank_from_its_tier_is_told(error: Exception) -> None:
 
     group = Breaking()
     with pytest.raises(type(error)):
-        open_on_all(group, Start(smallest_pool=4, host_pages=8, ranks_on_node=1, plan=("a tier",)), fails)
+        open_on_all(group, Start(smallest_pools=(4,), host_pages=8, ranks_on_node=1, plan=("a tier",)), fails)
     assert group.told == (str(error) or "MemoryError").encode()

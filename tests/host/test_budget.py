@@ -174,7 +174,7 @@ def start(configs: Sequence[Config], asks: Sequence[HostAsk | None]) -> list[Sta
     def one(config: Config, group: LocalGroup, host: HostAsk | None) -> Start | DistKVError:
         namer = Namer(Fingerprint(model="m", weights_version="0"), config.cache.page_size, config.cache.key_function)
         try:
-            return meet(group, config, namer, config.pool.pages, host=host)
+            return meet(group, config, namer, (config.pool.pages,), host=host)
         except DistKVError as error:
             return error
 
@@ -191,8 +191,8 @@ def test_every_rank_knows_its_own_share_and_the_whole_plan() -> None:
     found = start([of(40, gib_per_node=1), of(gib_per_node=1), of(pages=5)],
                   [ask("a", 4 * GIB), ask("a", 4 * GIB), ask("b", GIB)])  # fmt: skip
     assert all(isinstance(each, Start) for each in found), found
-    assert [(s.smallest_pool, s.host_pages, s.ranks_on_node) for s in found if isinstance(s, Start)] == [
-        (5, 512, 2), (5, 512, 2), (5, 0, 1)]  # fmt: skip
+    assert [(s.smallest_pools, s.host_pages, s.ranks_on_node) for s in found if isinstance(s, Start)] == [
+        ((5,), 512, 2), ((5,), 512, 2), ((5,), 0, 1)]  # fmt: skip
     plans = {s.plan for s in found if isinstance(s, Start)}
     assert len(plans) == 1
     lines = plans.pop()
@@ -200,7 +200,7 @@ def test_every_rank_knows_its_own_share_and_the_whole_plan() -> None:
 
 
 def test_without_a_tier_there_is_no_plan() -> None:
-    assert start([of(3), of(4)], [None, None]) == [Start(smallest_pool=3, host_pages=0, ranks_on_node=2, plan=())] * 2
+    assert start([of(3), of(4)], [None, None]) == [Start(smallest_pools=(3,), host_pages=0, ranks_on_node=2, plan=())] * 2
 
 
 @pytest.mark.parametrize(("fields", "words"), [

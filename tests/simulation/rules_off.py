@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from distkv import agreement, start
+from distkv import agreement, rows, start
 from distkv import ballot as ballots
 from distkv.agreement import Agreement
 from distkv.books import Books, Call
@@ -40,15 +40,15 @@ def agreed_room() -> Iterator[None]:
             minimum = minimum.copy()
             own = ballots.encode(self.ballot, 0, self.slots)
             minimum[ballots._ROOM] = own[ballots._ROOM]
-            live = slice(ballots._ROWS + 2, ballots._ROWS + 3 * self.slots.queue, 3)
+            live = slice(self.slots.rows + 2, self.slots.loads, self.slots.row_fields)
             minimum[live] = own[live]
         return honest(self, minimum)
 
     decide = ballots.decide
 
-    def without_leftover(minimum: Any, totals: Any, growths: Any = (), *, void: bool) -> Any:
+    def without_leftover(minimum: Any, slots: Any, asks: Any, growths: Any = (), *, void: bool) -> Any:
         # which would differ at once
-        return replace(decide(minimum, totals, growths, void=void), leftover=0, short=0)
+        return replace(decide(minimum, slots, asks, growths, void=void), leftover=(0,), short=0)
 
     with _patched(Agreement, "end", end), _patched(ballots, "decide", without_leftover):
         yield
@@ -56,7 +56,7 @@ def agreed_room() -> Iterator[None]:
 
 def cap_on_holds() -> Any:
     """Every waiting request holds all that it matched."""
-    return _patched(ballots, "within_room", lambda held, more, room: True)
+    return _patched(rows, "within_room", lambda held, more, room: True)
 
 
 @contextmanager
@@ -66,12 +66,10 @@ def commit_order() -> Iterator[None]:
     honest = agreement.own
 
     def own(row: Any, matched: int, restorable: int, books: Books) -> Any:
-        held, row.held = row.held, NO_PAGES
+        part = row.parts[0]
+        held, part.held = part.held, NO_PAGES
         books.unhold(held)
-        grant = honest(row, matched, restorable, books)
-        books.pool.own(held[:restorable])
-        grant.pages = held[:restorable]
-        return grant
+        return honest(row, matched, restorable, books)
 
     with _patched(agreement, "own", own):
         yield
@@ -92,7 +90,7 @@ def admitted_on_paper() -> Iterator[None]:
         if self.ballot is not None:
             for row in self.ballot.rows:
                 if row.pending.request.id == request_id:
-                    row.pending.total = 0
+                    row.pending.total, row.pending.needs = 0, (0,)
 
     with _patched(Agreement, "abort", abort):
         yield
@@ -150,7 +148,7 @@ def no_growth_in_flight() -> Iterator[None]:
         return ballot
 
     with (_patched(Agreement, "_new_ballot", new_ballot),
-          _patched(Agreement, "leftover", property(lambda self: self._leftover))):  # type: ignore[arg-type]
+          _patched(Agreement, "leftovers", property(lambda self: self._leftover))):  # type: ignore[arg-type]
         yield
 
 
@@ -158,7 +156,7 @@ def no_growth_in_flight() -> Iterator[None]:
 def live_until_retired() -> Iterator[None]:
     """Pages of an ended sequence are free at once, although passes that use them are in flight."""
 
-    def release(self: Books, pages: Any, reserved: int) -> None:
+    def release(self: Books, pages: Any, reserved: int, ledger: Any) -> None:
         self.reserved -= reserved
         self.free(pages)
 

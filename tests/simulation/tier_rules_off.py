@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from distkv import ballot as ballots
-from distkv.admission import Grant
+from distkv import rows
+from distkv.admission import Owned
 from distkv.agreement import Agreement
-from distkv.ballot import Ballot, Decision
+from distkv.ballot import Decision
 from distkv.books import Books
 from distkv.host import pages as host_pages
 from distkv.host import scripted
@@ -93,21 +94,21 @@ def no_recount_of_readers() -> Any:
 def readers_at_begin() -> Iterator[None]:
     """Host pages promised in a ballot get their reader at commit, and none from begin on."""
     honest = Ballot.let_go
-    fill = ballots.fill
+    fill = rows.fill
 
-    def filled(ballot: Ballot, books: Books, queue: Any) -> None:
-        fill(ballot, books, queue)
+    def filled(ballot: Ballot, books: Books, queue: Any, boundaries: int) -> None:
+        fill(ballot, books, queue, boundaries)
         for row in ballot.rows:
-            if row.hosts:
+            if row.parts[0].hosts:
                 assert books.tier is not None
-                books.tier.let_go(row.hosts)
+                books.tier.let_go(row.parts[0].hosts)
 
-    def let_go(self: Ballot, books: Books) -> None:
+    def let_go(self: Ballot) -> None:
         for row in self.rows:
-            row.hosts = []
-        honest(self, books)
+            row.parts[0].hosts = []
+        honest(self)
 
-    with _patched(ballots, "fill", filled), _patched(Ballot, "let_go", let_go), no_recount_of_readers():
+    with _patched(rows, "fill", filled), _patched(Ballot, "let_go", let_go), no_recount_of_readers():
         yield
 
 
@@ -130,7 +131,7 @@ def drop_before_open() -> Iterator[None]:
     commit = Agreement._commit
 
     def committed(self: Agreement, ballot: Ballot, minimum: Any) -> Any:
-        with _patched(Ballot, "let_go", lambda ballot, books: None):
+        with _patched(Ballot, "let_go", lambda ballot: None):
             return commit(self, ballot, minimum)
 
     with _patched(Agreement, "_commit", committed):
@@ -140,16 +141,15 @@ def drop_before_open() -> Iterator[None]:
 @contextmanager
 def not_indexed_while_loading() -> Iterator[None]:
     """A page that a load is to fill is in the index from its admission on."""
-    honest = Grant._load
+    honest = Owned.load
 
-    def load(self: Grant, books: Books) -> list[Copy]:
-        copies = honest(self, books)
+    def load(self: Owned) -> list[Copy]:
+        copies = honest(self)
         for copy in copies:
-            assert books.tiered is not None
-            books.tiered.loaded(copy)
+            self.ledger.loaded(copy)
         return copies
 
-    with _patched(Grant, "_load", load):
+    with _patched(Owned, "load", load):
         yield
 
 
@@ -174,8 +174,8 @@ def nothing_from_before_a_reset() -> Iterator[None]:
     """What loads brought enters the index although the device was reset since."""
     honest = ReadIn.give_back
 
-    def give_back(self: ReadIn, books: Books, pages: Ids, *, current: bool) -> Ids:
-        return honest(self, books, pages, current=True)
+    def give_back(self: ReadIn, books: Books, *, current: bool) -> dict[str, list[int]]:
+        return honest(self, books, current=True)
 
     with _patched(ReadIn, "give_back", give_back):
         yield
@@ -185,10 +185,10 @@ def nothing_from_before_a_reset() -> Iterator[None]:
 def orphans_live() -> Iterator[None]:
     """Pages of an aborted read-in are free at once, although copies still write them."""
 
-    def give_back(self: ReadIn, books: Books, pages: Ids, *, current: bool) -> Ids:
+    def give_back(self: ReadIn, books: Books, *, current: bool) -> dict[str, list[int]]:
         if current:
-            self.enter(books)
-        return pages
+            self.enter()
+        return {}
 
     with _patched(ReadIn, "give_back", give_back):
         yield
@@ -214,12 +214,13 @@ def readmission() -> Iterator[None]:
 def _goes_on(sequence: Running, pages: int) -> None:
     books, read_in = sequence._books, sequence.read_in
     assert read_in is not None
-    surplus = sequence.owned_pages[pages:].copy()
-    sequence._n_pages = sequence._n_owned = sequence._stored = pages
+    surplus, main = sequence.owned_pages[pages:].copy(), sequence.lists[0]
+    main.filled = main.owned = main.stored = pages
     sequence._opened = sequence._committed = sequence.cached_tokens = pages * books.page_size
-    sequence.reserved += len(surplus)
+    main.reserved += len(surplus)
     books.promise(len(surplus))
-    books.free(read_in.give_back(books, surplus, current=True))
+    writing = read_in.give_back(books, current=True).get("main", [])
+    books.free(surplus[~np.isin(surplus, writing)])
 
 
 @contextmanager
@@ -242,14 +243,14 @@ def growth_first() -> Iterator[None]:
     """Requests are served before sequences that have to grow."""
     honest = ballots.decide
 
-    def decide(minimum: Any, totals: Sequence[int], growths: Sequence[int] = (), *, void: bool) -> Decision:
-        rows = honest(minimum, totals, (), void=void)
-        room, grown = rows.leftover, 0
-        for pages in growths:
+    def decide(minimum: Any, slots: Any, asks: Any, growths: Any = (), *, void: bool) -> Decision:
+        found = honest(minimum, slots, asks, (), void=void)
+        (room,), grown = found.leftover, 0
+        for (pages,) in growths:
             if pages > room:
                 break
             room, grown = room - pages, grown + 1
-        return replace(rows, grown=grown, leftover=room)
+        return replace(found, grown=grown, leftover=(room,))
 
     with _patched(ballots, "decide", decide):
         yield
@@ -260,10 +261,10 @@ def committed_only() -> Iterator[None]:
     """What is suspended or finished stores all pages that are opened and named, committed or not."""
     honest = Running._store
 
-    def store(self: Running) -> int:
+    def store(self: Running) -> None:
         committed, self._committed = self._committed, min(self._opened, len(self.chain))
         try:
-            return honest(self)
+            honest(self)
         finally:
             self._committed = committed
 

@@ -1,0 +1,120 @@
+"""Forks: sequences that go on from what another one has computed, on the very same pages. Sans-IO.
+
+Full pages are shared for good. A partly filled last page, the tail, is shared until somebody writes to it, who then
+copies it first: see :meth:`distkv.ledger.Ledger.write_tail`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distkv.books import Books
+from distkv.encoding import encode
+from distkv.errors import RequestError, SequenceError
+from distkv.keys import token_bytes
+from distkv.reasons import Reason
+from distkv.request import Request, RequestRecord
+from distkv.sequence import Lifecycle, Sequence
+
+__all__ = ["Branch", "Fork", "data_of", "default_branches"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One child of a fork. The same on every rank."""
+
+    id: str
+    """Names it, as the id of a request does."""
+    suffix: object = ()
+    """Token ids behind what its parent has committed, which it is to compute; see :func:`distkv.keys.token_bytes`."""
+    output_limit: int | None = None
+    """Most tokens that may be generated behind them. None: what its parent could still have generated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fork:
+    """A fork that was checked: what its children will be, and what they need. Nothing is taken yet."""
+
+    parent: Sequence
+    requests: tuple[Request, ...]
+    needs: dict[str, int]
+    """Pages by label, for all children together."""
+
+    @classmethod
+    def of(cls, parent: Sequence, branches: Iterable[Branch], page_size: int) -> Fork:
+        """Raises SequenceError for a parent that cannot be forked now, RequestError for a wrong branch."""
+        committed = parent.committed
+        partial = bool(committed % page_size)
+        if parent.seq_len != committed:
+            raise SequenceError(f"sequence {parent.id!r} cannot be forked: {parent.seq_len - committed} of its tokens "
+                                "are opened and not committed; commit or truncate them first")
+        if partial and any(pages.ledger.copy_page is None for pages in parent.lists):
+            raise SequenceError(f"sequence {parent.id!r} cannot be forked: its last page is partly filled and will "
+                                "have to be copied, and the cache was given nothing to copy pages with; pass kv= or "
+                                "copy_page= to PrefixCache")
+        requests = tuple(_request(parent, branch) for branch in branches)
+        totals = [-(-(len(request.chain) + request.output_limit) // page_size) for request in requests]
+        shared = -(-committed // page_size)
+        needs = {pages.ledger.label: sum(pages.ledger.fork_needs(pages, total, shared, partial=partial)
+                                         for total in totals)
+                 for pages in parent.lists}
+        return cls(parent, requests, needs)
+
+    def make(self, books: Books, owner: Lifecycle) -> tuple[Sequence, ...]:
+        """The children. Their pages were promised: nothing here can fail."""
+        parent, size = self.parent, books.page_size
+        committed = parent.committed
+        children = []
+        for request in self.requests:
+            total = -(-(len(request.chain) + request.output_limit) // size)
+            lists = tuple(pages.shared(total, -(-committed // size)) for pages in parent.lists)
+            record = RequestRecord(
+                request_id=request.id, prompt_tokens=len(request.chain), matched=committed // size,
+                restorable=committed // size, agreed=committed // size, cached_tokens=committed, host_tokens=0,
+                reason=Reason.FORKED)
+            child = Sequence(books, request, request.chain, lists, committed, record, owner)
+            child.epoch = parent.epoch
+            children.append(child)
+        if committed % size:
+            for pages in parent.lists:
+                pages.share_tail(committed // size, [child.pages_of(pages.ledger.label) for child in children])
+        return tuple(children)
+
+
+def _request(parent: Sequence, branch: object) -> Request:
+    """The request that a child runs on."""
+    if not isinstance(branch, Branch):
+        raise RequestError(parent.id, "a fork takes a number of children or distkv.Branch objects, not "
+                                      f"{branch!r:.100}")
+    chain = parent.chain.branch(parent.committed)
+    suffix = bytes(token_bytes(branch.suffix))
+    chain.extend_bytes(suffix)
+    limit = branch.output_limit
+    if limit is None:
+        limit = max(0, parent.prompt_tokens + parent.request.output_limit - len(chain))
+    if len(chain) < 1:
+        raise RequestError(branch.id, "a fork of a sequence without a committed token needs a suffix")
+    return replace(parent.request, id=branch.id, chain=chain, output_limit=limit, matched_cap=None)
+
+
+def default_branches(parent: Sequence, n: int, taken: Iterable[str]) -> tuple[Branch, ...]:
+    """``n`` children with names of their own, ``parent/1`` and so on, and the parent's limit."""
+    names: list[str] = []
+    number, known = 1, set(taken)
+    while len(names) < n:
+        name = f"{parent.id}/{number}"
+        if name not in known:
+            names.append(name)
+        number += 1
+    return tuple(Branch(id=name) for name in names)
+
+
+def data_of(fork: Fork) -> bytes:
+    """What the digest has of a fork beside its numbers: names, tokens and limits of the children."""
+    committed = fork.parent.committed
+    return encode(*(item for request in fork.requests
+                    for item in (request.id, request.output_limit,
+                                 np.asarray(request.chain.slice(committed, len(request.chain))).tobytes())))

@@ -1,0 +1,161 @@
+"""The page table of one sequence in one label's pool. Sans-IO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distkv.pages import Ids, Pages
+
+if TYPE_CHECKING:
+    from distkv.ledger import Ledger
+
+__all__ = ["PageList"]
+
+
+class PageList:
+    """Pages by position: page ``i`` has tokens ``i * page_size`` and up. Owned and changed by its sequence.
+
+    It owns (an owner count each) the pages of positions ``0 .. protected - 1`` and ``first .. owned - 1``; what lies
+    between was given up, and only in a windowed label is there such a thing. ``filled`` is the end of what the opened
+    tokens fill, ``owned`` also counts what truncated tokens have left behind them, for the next ones.
+    """
+
+    __slots__ = ("filled", "first", "ledger", "owned", "pages", "protected", "reserved", "stored", "tail")
+
+    def __init__(self, ledger: Ledger, total: int, matched: Ids, *, first: int = 0, protected: int = 0) -> None:
+        """Takes over one owner count of each ``matched`` page, the first of which is at position ``first``, and what
+        is still promised of a sequence of ``total`` pages."""
+        self.ledger = ledger
+        self.pages: Pages = np.empty(total, np.int32)
+        self.first = first
+        self.protected = protected
+        self.filled = self.owned = end = first + len(matched)
+        self.pages[first:end] = matched
+        self.reserved = ledger.promised_for(total) - len(matched)
+        """Pages promised and not opened yet."""
+        self.stored = end
+        """So many leading pages were in the index when they were offered last."""
+        self.tail = -1
+        """Position of a page that was shared, partly filled, and not written since."""
+
+    @property
+    def total(self) -> int:
+        """Pages that the sequence may come to in all, given up ones included."""
+        return len(self.pages)
+
+    @property
+    def promised(self) -> int:
+        """Pages that it owns or has reserved."""
+        return self.owned - self.gone + self.reserved
+
+    @property
+    def gone(self) -> int:
+        """Pages that were given up, or never had: those of a match in front of a window."""
+        return self.first - self.protected if self.first > self.protected else 0
+
+    @property
+    def table(self) -> Pages:
+        """Page ids of the opened tokens that are there, in order, int32. Not to be modified."""
+        return self._between(self.filled)
+
+    @property
+    def held(self) -> Pages:
+        """``table`` and the pages behind it that truncated tokens have left. Not to be modified."""
+        return self._between(self.owned)
+
+    def _between(self, end: int) -> Pages:
+        if self.first <= self.protected:
+            return self.pages[:end]
+        if not self.protected:
+            return self.pages[self.first : end]
+        return np.concatenate([self.pages[: self.protected], self.pages[self.first : end]])
+
+    def open(self, end: int) -> None:
+        """The opened tokens fill positions up to ``end``; what is short is taken out of the reservation."""
+        more = end - self.owned
+        if more > 0:
+            self.pages[self.owned : end] = self.ledger.take(more)
+            self.owned = end
+            self.reserved -= more
+        self.filled = end
+
+    def own_tail(self) -> None:
+        """The last, partly filled page is about to be written: it is this sequence's alone afterwards."""
+        if self.tail >= 0:
+            page = int(self.pages[self.tail])
+            if page in self.ledger.tails:
+                self.pages[self.tail] = self.ledger.write_tail(page)
+            self.tail = -1
+
+    def shared(self, total: int, end: int) -> PageList:
+        """The page table of a fork of ``total`` pages, which shares the pages in front of position ``end``.
+
+        It owns each of them once, and what is still promised of the rest is reserved.
+        """
+        ledger, pages = self.ledger, self._between(end)
+        ledger.pool.own(pages)
+        made = PageList(ledger, total, self.pages[:end], protected=self.protected)
+        made.first = self.first
+        made.reserved = ledger.promised_for(total) - len(pages)
+        made.stored = min(self.stored, end)
+        ledger.promise(made.reserved)
+        ledger.protect(self.pages[: self.protected])
+        return made
+
+    def share_tail(self, at: int, others: Sequence[PageList]) -> None:
+        """The page at position ``at``, partly filled, is shared with these forks until somebody writes to it."""
+        self.ledger.share_tail(int(self.pages[at]), len(others))
+        for pages in (self, *others):
+            pages.tail = at
+
+    def keep(self, end: int) -> tuple[Ids, int]:
+        """Gives up what no fork would share: the reservation, and the pages from position ``end`` on. Returns both."""
+        spare = self.pages[end : self.owned].copy()
+        self.filled = self.owned = min(self.owned, end)
+        reserved, self.reserved = self.reserved, 0
+        return spare, reserved
+
+    def grow(self, pages: int) -> None:
+        """So many more positions; what has to be promised for them is reserved."""
+        before = self.ledger.promised_for(self.total)
+        self.pages = np.concatenate([self.pages, np.empty(pages, np.int32)])
+        more = self.ledger.promised_for(self.total) - before
+        self.reserved += more
+        self.ledger.promise(more)
+
+    def growth(self, pages: int) -> int:
+        """Pages that :meth:`grow` would reserve."""
+        return self.ledger.promised_for(self.total + pages) - self.ledger.promised_for(self.total)
+
+    def slide(self, committed: int) -> None:
+        """Gives up what the ledger's window has left behind, when so many tokens are committed."""
+        self.release(self.ledger.first_kept(committed))
+
+    def release(self, first: int) -> int:
+        """Gives up the pages in front of position ``first`` that are not protected. Returns how many.
+
+        They come back as a reservation, for the next pages to open.
+        """
+        begin, end = max(self.first, self.protected), min(first, self.owned)
+        if end <= begin:
+            return 0
+        pages = self.pages[begin:end].copy()
+        self.first = end
+        self.reserved += len(pages)
+        self.ledger.promise(len(pages))
+        self.ledger.free(pages)
+        return len(pages)
+
+    def leave(self) -> tuple[Ids, int]:
+        """The sequence leaves: its pages, of which the caller gives back one owner each, and its reservation."""
+        held = self.held
+        if self.tail >= 0 and (page := int(self.pages[self.tail])) in self.ledger.tails:
+            self.ledger.leave_tail(page)
+        self.tail = -1
+        self.ledger.unprotect(self.pages[: self.protected])
+        reserved, self.reserved = self.reserved, 0
+        self.first = self.protected = self.filled = self.owned = 0
+        return held, reserved
