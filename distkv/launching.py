@@ -2,7 +2,7 @@
 
 ::
 
-    hosts = Hosts.from_environment(config.parallel.tp)     # raises ConfigError, which names the variable and the fix
+    hosts = Hosts.from_environment(config.parallel.ranks)  # raises ConfigError, which names the variable and the fix
     take_interrupts()                                      # once, early: Ctrl-C is one line and not one per rank
     return start("distkv.engine.verify", [config_file], hosts)
 
@@ -29,13 +29,14 @@ from types import FrameType
 
 from distkv._interfaces import towards
 from distkv.errors import ConfigError
+from distkv.layout import bare_address
 
 __all__ = ["VARIABLES", "Hosts", "start", "take_interrupts"]
 
 VARIABLES = """\
 Environment, all optional on one host:
 
-NPROC            processes on this host; default: parallel.tp of the configuration over the number of hosts
+NPROC            processes on this host; default: parallel.tp x parallel.sp over the number of hosts
 NNODES           number of hosts (1)
 NODE_RANK        this host's number, from 0; the first is where the others come to
 MASTER_ADDR      name or address of host 0, the same on every host; an IPv6 address with or without brackets
@@ -72,8 +73,8 @@ class Hosts:
     """Seconds within which all hosts have to come."""
 
     @classmethod
-    def from_environment(cls, tp: int, env: Mapping[str, str] | None = None) -> Hosts:
-        """Reads the variables (see :data:`VARIABLES`) from ``env``, or the process's; ``tp`` ranks in all.
+    def from_environment(cls, ranks: int, env: Mapping[str, str] | None = None) -> Hosts:
+        """Reads the variables (see :data:`VARIABLES`) from ``env``, or the process's; ``ranks`` in all.
 
         Raises ConfigError, whose path is the variable's name, if one is missing, no number, contradicts another one,
         or if the port of host 0 is taken.
@@ -84,28 +85,29 @@ class Hosts:
             if _number(env, "NODE_RANK", 0, lowest=0):
                 raise ConfigError("NODE_RANK", f"is {env['NODE_RANK'].strip()}, but there is one host; "
                                                "set NNODES to the number of hosts, or unset NODE_RANK")  # fmt: skip
-            return cls(processes=_number(env, "NPROC", tp), join_s=join_s)
+            return cls(processes=_number(env, "NPROC", ranks), join_s=join_s)
         for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
             if not env.get(name, "").strip():
                 raise ConfigError(name, f"must be set on every host, because NNODES is {count}")
         rank = _number(env, "NODE_RANK", 0, lowest=0)
         if rank >= count:
             raise ConfigError("NODE_RANK", f"is {rank}, but hosts count from 0 to NNODES - 1 = {count - 1}")
-        if not env.get("NPROC", "").strip() and tp % count:
-            raise ConfigError("NPROC", f"must be set on every host, because parallel.tp {tp} is not a multiple of "
-                                       f"NNODES {count}")  # fmt: skip
+        if not env.get("NPROC", "").strip() and ranks % count:
+            raise ConfigError("NPROC", f"must be set on every host, because the configuration's ranks, {ranks}, are no "
+                                       f"multiple of NNODES {count}")  # fmt: skip
         port = _number(env, "MASTER_PORT", 0)
         if rank == 0:
             _check_free(port)
-        return cls(processes=_number(env, "NPROC", tp // count), count=count, rank=rank,
-                   addr=_address(env["MASTER_ADDR"].strip()), port=port, join_s=join_s)  # fmt: skip
+        return cls(processes=_number(env, "NPROC", ranks // count), count=count, rank=rank,
+                   addr=bare_address(env["MASTER_ADDR"]), port=port, join_s=join_s)  # fmt: skip
 
-    def check_number(self, tp: int) -> None:
-        """Raises ConfigError if these processes cannot be ``tp`` in all. On several hosts they need not be even."""
+    def check_number(self, ranks: int) -> None:
+        """Raises ConfigError if these processes cannot be ``ranks`` in all. On several hosts they need not be even."""
         least = self.processes + self.count - 1
-        if (least != tp) if self.count == 1 else (least > tp):
-            raise ConfigError("NPROC", f"is {self.processes} on this host, of NNODES {self.count}, but parallel.tp is "
-                                       f"{tp}; start as many processes as that in all, or change it")  # fmt: skip
+        if (least != ranks) if self.count == 1 else (least > ranks):
+            raise ConfigError("NPROC", f"is {self.processes} on this host, of NNODES {self.count}, but the "
+                                       f"configuration has {ranks} ranks (parallel.tp x parallel.sp); start as many "
+                                       "processes as that in all, or change it")  # fmt: skip
 
     def options(self) -> list[str]:
         """torchrun's options, up to the module."""
@@ -264,18 +266,6 @@ def _check_free(port: int) -> None:
             why = "is taken by another program" if error.errno == errno.EADDRINUSE else "needs more rights"
             raise ConfigError("MASTER_PORT", f"port {port} of this host, which is host 0, {why}; "
                                              "set another one, on every host") from error  # fmt: skip
-
-
-def _address(text: str) -> str:
-    """A name or address; brackets around an IPv6 address are taken off, and a port behind a name is refused."""
-    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    if ":" in bare:
-        try:
-            socket.inet_pton(socket.AF_INET6, bare.partition("%")[0])
-        except OSError:
-            raise ConfigError("MASTER_ADDR", f"must be a name or an address without a port, got {text!r}; "
-                                             "the port is MASTER_PORT") from None  # fmt: skip
-    return bare
 
 
 def _number(env: Mapping[str, str], name: str, default: int, lowest: int = 1) -> int:

@@ -4,7 +4,7 @@
 #   bash launch/torchrun.sh CONFIG [--messages FILE]
 #   bash launch/torchrun.sh --module distkv.engine.verify CONFIG     # or any module of yours, which every rank runs
 #
-# On two hosts, with parallel.tp 4 in the configuration, two processes on each (the same checkout, configuration and
+# On two hosts, with four ranks in the configuration, two processes on each (the same checkout, configuration and
 # model on both; host 0 is the one that MASTER_ADDR names):
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29400 bash launch/torchrun.sh CONFIG     # on 10.0.0.1
@@ -14,13 +14,8 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python="$root/.venv/bin/python"
-if [[ ! -x "$python" ]]; then
-    python=$(command -v python3) || { echo "launch: neither $root/.venv (make run makes it) nor python3 on PATH" >&2; exit 2; }
-fi
-
-# Read when torch is imported, so they come first. A spinning OpenMP thread would take the core from another rank.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+# shellcheck source=launch/_front.sh
+source "$root/launch/_front.sh"
 
 # exec: signals reach torchrun itself, which ends all ranks, and its exit code is this script's.
 exec "$python" "$root/launch/torchrun.py" "$@"

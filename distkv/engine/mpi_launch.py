@@ -14,12 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distkv._interfaces import towards
 from distkv.errors import ConfigError
-from distkv.layout import ranks_on_host
+from distkv.layout import bare_address, ranks_on_host
 from distkv.mpi_group import MpiGroup, mpi
 from distkv.torch_group import deadline, named_failures
 
-__all__ = ["cache_group", "finalize", "meet"]
+__all__ = ["cache_group", "finalize", "meet", "rendezvous"]
 
 _MEETING = "the meeting of the ranks over MPI"
 _PROBE_S = 10.0  # for rank 0 to reach itself
@@ -28,7 +29,12 @@ _ours: list[Any] = []  # the MPI module, if this process initialised it here
 
 
 def meet(rank: int, size: int, seconds: float) -> dist.Store:
-    """The store that rank 0 opens and the others connect to; for ``init_process_group``.
+    """The store of :func:`rendezvous`, for ``init_process_group``."""
+    return rendezvous(rank, size, seconds)[0]
+
+
+def rendezvous(rank: int, size: int, seconds: float) -> tuple[dist.Store, str, int]:
+    """The store that rank 0 opens and the others connect to, and its address and port, the same on all ranks.
 
     Rank 0 listens before it says where, so no port is guessed. On one host that is the loopback, whatever MASTER_ADDR
     says: it may be exported for another program. On several it is MASTER_ADDR if that is set, else rank 0's host name.
@@ -47,11 +53,15 @@ def meet(rank: int, size: int, seconds: float) -> dist.Store:
     told = json.loads(world.exchange(json.dumps(answer).encode(), purpose=_MEETING)[0])
     if "problem" in told:
         raise ConfigError(told["path"], told["problem"])
-    if server is not None:
-        return server
     address, port = told["address"], told["port"]
+    interface = None if on_one_host else towards(address)
+    if interface not in (None, "lo"):  # which on rank 0 may be what its host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if server is not None:
+        return server, address, port
     with named_failures(f"connecting to rank 0 at {address}, port {port}", seconds, rank=rank):
-        return dist.TCPStore(address, port, size, is_master=False, timeout=deadline(seconds))
+        store = dist.TCPStore(address, port, size, is_master=False, timeout=deadline(seconds))
+    return store, address, port
 
 
 def _listen(size: int, seconds: float, *, on_one_host: bool) -> tuple[dist.Store | None, dict[str, Any]]:
@@ -61,12 +71,15 @@ def _listen(size: int, seconds: float, *, on_one_host: bool) -> tuple[dist.Store
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=deadline(seconds))
     except RuntimeError as error:  # told to all ranks
         return None, {"path": "", "problem": f"rank 0 cannot open a store for the ranks on {host}: {error}"}
-    wanted = os.environ.get("MASTER_ADDR")
+    wanted = os.environ.get("MASTER_ADDR", "").strip()
     if on_one_host or not wanted:
         return store, {"address": "127.0.0.1" if on_one_host else host, "port": store.port}
     try:
+        wanted = bare_address(wanted)
         socket.create_connection((wanted, store.port), min(seconds, _PROBE_S)).close()
-    except OSError as error:  # told to all ranks
+    except ConfigError as error:  # told to all ranks
+        return None, {"path": error.path, "problem": str(error).removeprefix(f"{error.path}: ")}
+    except OSError as error:
         return None, {"path": "MASTER_ADDR", "problem": f"is {wanted}, but rank 0 is on {host} and cannot be reached "
                       f"there ({error}); set it to a name or an address of that host, or unset it"}  # fmt: skip
     return store, {"address": wanted, "port": store.port}

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from distkv import _streams
 from distkv.engine.config import ServeConfig
-from distkv.engine.launch import Ranks, launched
+from distkv.engine.launch import START_S, Ranks, launched
+from distkv.engine.meeting import hand_over
 from distkv.engine.report import quiet
 from distkv.errors import ConfigError, DistKVError, InputFileError
 from distkv.layout import Layout
@@ -62,6 +63,9 @@ def joined(config: ServeConfig, layout: Layout) -> Iterator[Ranks]:
     if layout.source == "torchrun":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the ranks says that they were ended
     quiet(layout.rank)
+    logger.info("%s", layout)
+    if layout.source == "slurm":
+        hand_over(layout, START_S)
     with launched(
         layout, config.parallel.tp, config.group.timeout_s, sp=config.parallel.sp, device=config.model.device,
         transport=config.group.transport, idle_timeout_s=config.engine.idle_timeout_s,

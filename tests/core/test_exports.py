@@ -18,14 +18,14 @@ SANS_IO = ["encoding", "keys", "keylog", "chain", "runs", "entries", "lookup", "
            "books", "sequence", "request", "ballot", "grid", "pagelist", "ledger", "window_index", "windows", "forks", "pending",
            "rows", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
            "tiered", "keeping", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies",
-           "host.pages", "host.tier", "host.layout"]
+           "host.pages", "host.tier", "host.layout", "slurm"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
 CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "labels", "label_config", "guarding", "torch_group",
         "mpi_group", "faults", "watchdog",
         "layout", "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
 LAYERS = [["keys", "encoding", "config", "label_config", "grid", "errors", "layout", "_settings", "_values", "_loading",
-           "_yaml", "memory", "_text", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],
+           "_yaml", "memory", "_text", "slurm", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
           ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"], ["keeping"],
           ["pagelist"], ["ledger", "window_index"], ["windows"], ["books"], ["readin"], ["request", "sequence"],
