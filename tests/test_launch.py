@@ -138,18 +138,20 @@ def test_one_process_per_rank_and_the_exit_code_of_the_one_that_failed_first(ahe
     assert len(launch.found()) == 2
 
 
-def front() -> ModuleType:
-    """launch/torchrun.py, which is a script and no module of the package."""
-    spec = importlib.util.spec_from_file_location("launch_torchrun", ROOT / "launch" / "torchrun.py")
+def script(name: str) -> ModuleType:
+    """A file of launch/, which is a script and no module of the package."""
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "launch"))  # as the interpreter does for a script
     spec.loader.exec_module(module)
+    sys.path.pop(0)
     return module
 
 
 def test_help_lists_arguments_and_variables() -> None:
-    text = front()._parser(launching.VARIABLES).format_help()
+    text = script("_front").parser("torchrun.sh", "", launching.VARIABLES).format_help()
     assert "--messages FILE" in text
     for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "JOIN_S", "OMP_NUM_THREADS"):
         assert f"\n{name} " in text
@@ -254,7 +256,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["nccl.yaml"], {}, ["group.transport: is nccl, which needs a GPU"]),
     (["tp2.yaml"], {"NPROC": "two"}, ["NPROC: must be a whole number", "'two'"]),
     (["tp2.yaml"], {"NPROC": "0"}, ["NPROC: must be a whole number"]),
-    (["tp3.yaml"], {"NPROC": "2"}, ["NPROC: is 2 on this host", "parallel.tp is 3"]),
+    (["tp3.yaml"], {"NPROC": "2"}, ["NPROC: is 2 on this host", "has 3 ranks"]),
     (["tp2.yaml"], {"NODE_RANK": "1"}, ["NODE_RANK: is 1, but there is one host; set NNODES"]),
     (["tp2.yaml"], {"NNODES": "2"}, ["NODE_RANK: must be set on every host"]),
     (["tp2.yaml"], {"NNODES": "2", "NODE_RANK": "0"}, ["MASTER_ADDR: must be set"]),
@@ -262,7 +264,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["tp2.yaml"], TWO | {"NODE_RANK": "2", "MASTER_PORT": "1"}, ["NODE_RANK: is 2, but hosts count from 0 to"]),
     (["tp2.yaml"], TWO | {"MASTER_PORT": "FREE", "MASTER_ADDR": "a:7"}, ["without a port, got 'a:7'"]),
     (["tp2.yaml"], TWO | {"MASTER_PORT": "TAKEN"}, ["MASTER_PORT: port ", "is taken by another program"]),
-    (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE"}, ["NPROC: must be set on every host, because parallel.tp 3"]),
+    (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE"}, ["NPROC: must be set on every host, because the configuration's ranks, 3, are"]),
     (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE", "NPROC": "3"}, ["NPROC: is 3 on this host, of NNODES 2"]),
     (["tp2.yaml", "--module", "a_case"], TWO | {"MASTER_PORT": "FREE", "NODE_RANK": "1", "JOIN_S": "1"},
      ["the 2 hosts did not meet at 127.0.0.1 port ", "within 1 s (JOIN_S)"]),
@@ -272,7 +274,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], list[str]]] = [
 def mistakes_case(rank: int, world_size: int, folder: str) -> list[tuple[int, str]]:
     """All of MISTAKES, one after the other, in a process whose signals and environment nobody needs afterwards."""
     os.chdir(folder)
-    launch = front()
+    launch = script("torchrun")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                  "TORCHELASTIC_USE_AGENT_STORE"):  # fmt: skip
         del os.environ[name]
