@@ -314,7 +314,7 @@ def test_a_checkout_in_a_folder_with_spaces_and_without_venv(launch: Launch) -> 
     bare = launch.folder / "bare bin"
     bare.mkdir()
     python = bare / "python3"
-    python.write_text(f'#!/bin/sh\nexec "{sys.base_prefix}/bin/python3" -I -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{sys.base_prefix}/bin/python3" -E -s -S "$@"\n')
     python.chmod(0o755)
     path = os.pathsep.join([str(bare), os.environ["PATH"]])
     run = subprocess.run(
