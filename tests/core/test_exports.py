@@ -15,14 +15,14 @@ from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "keylog", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages",
-           "books", "sequence", "request", "ballot", "grid", "pagelist", "ledger", "window_index", "windows", "forks", "pending",
-           "rows", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
+           "books", "sequence", "request", "ballot", "grid", "pagelist", "ledger", "window_index", "windows", "forks",
+           "pending", "rows", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
            "tiered", "keeping", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies",
            "host.pages", "host.tier", "host.layout", "slurm"]
 FORBIDDEN = {"asyncio", "concurrent", "multiprocessing", "queue", "random", "select", "socket", "subprocess", "time",
              "threading", "datetime", "secrets", "uuid", "os", "logging"}
-CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "labels", "label_config", "guarding", "torch_group",
-        "mpi_group", "faults", "watchdog",
+CORE = [*SANS_IO, "cache", "local_calls", "config", "group", "start", "labels", "label_config", "guarding",
+        "torch_group", "mpi_group", "faults", "watchdog",
         "layout", "_settings", "_values", "_loading", "_yaml", "memory", "_text", "host.budget", "host.opening"]
 LAYERS = [["keys", "encoding", "config", "label_config", "grid", "errors", "layout", "_settings", "_values", "_loading",
            "_yaml", "memory", "_text", "slurm", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],

@@ -146,7 +146,7 @@ def test_nothing_can_be_called_after_the_end(end: str) -> None:
     assert not cache.running
     cache.check()
     assert {name for name, member in inspect.getmembers(type(sequence), inspect.isfunction)
-            if not name.startswith("_")} == {*calls, "tokens", "slots", "pages_of"}, "a call that this test does not know"
+            if not name.startswith("_")} == {*calls, "tokens", "slots", "pages_of"}, "a call that is not known here"
 
 
 def test_reading_after_the_end() -> None:

@@ -200,7 +200,8 @@ def test_every_rank_knows_its_own_share_and_the_whole_plan() -> None:
 
 
 def test_without_a_tier_there_is_no_plan() -> None:
-    assert start([of(3), of(4)], [None, None]) == [Start(smallest_pools=(3,), host_pages=0, ranks_on_node=2, plan=())] * 2
+    found = start([of(3), of(4)], [None, None])
+    assert found == [Start(smallest_pools=(3,), host_pages=0, ranks_on_node=2, plan=())] * 2
 
 
 @pytest.mark.parametrize(("fields", "words"), [

@@ -23,6 +23,7 @@ from distkv.host.pages import HostPages
 from distkv.host.tier import HostTier
 from distkv.pages import Ids, positions
 from distkv.readin import ReadIn
+from distkv.rows import Ballot
 from distkv.sequence import Sequence as Running
 from distkv.tiered import TieredIndex
 from tests.simulation.rules_off import _patched
