@@ -130,7 +130,7 @@ class Grant:
             if agreed == mine:
                 return Reason.WINDOW
         cap = pending.cap
-        whole = (len(pending.chain) - 1) // books.page_size
+        whole = min((len(pending.chain) - 1) // books.page_size, pending.chain.pages)
         if agreed < found or (cap is not None and agreed == cap < whole):
             return Reason.GROUP_MINIMUM
         match = shortest.match

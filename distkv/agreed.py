@@ -103,7 +103,7 @@ class Agreed:
         """See :meth:`distkv.sequence.Sequence.fork`."""
         if isinstance(branches, int):
             branches = default_branches(parent, branches, self._taken)
-        fork = Fork.of(parent, branches, self.books.page_size)
+        fork = Fork.of(parent, branches, self.books)
         names = [request.id for request in fork.requests]
         if not names or parent.forking:
             raise SequenceError(f"sequence {parent.id!r} cannot be forked: "

@@ -70,7 +70,7 @@ class Books(Ledger):
 
     def __init__(self, pool: PagePool, namer: Namer, *, tier: HostTier | None = None, store_at_fill: bool = False,
                  asynchronous: bool = False, lockstep: bool = False, copy_page: CopyPage | None = None,
-                 others: AbstractSequence[Ledger] = ()) -> None:
+                 others: AbstractSequence[Ledger] = (), lookahead_tokens: int = 0) -> None:
         super().__init__(pool, namer.page_size, tier=tier, copy_page=copy_page)
         self.namer = namer
         self.ledgers: tuple[Ledger, ...] = (self, *others)
@@ -79,6 +79,8 @@ class Books(Ledger):
             ledger.follow(self)
         self.store_at_fill = store_at_fill
         self.asynchronous = asynchronous
+        self.lookahead_tokens = lookahead_tokens
+        """Tokens that are drafted ahead of those that a request asks for."""
         self.epoch = 0
         """Sequences of an earlier one do not store: a reset or new weights came since."""
         self.generation = 0
@@ -119,6 +121,10 @@ class Books(Ledger):
                       index.collisions, index.recency.clock)
             for pages in (pool.owners, pool.holds, pool.indexed, index.recency.stamp, pool.free_ids()):
                 self.note(Call.STATE, data=pages.tobytes())
+
+    def total(self, tokens: int) -> int:
+        """``T``: pages of a sequence that comes to so many tokens, beside those that are drafted ahead of them."""
+        return -(-(tokens + self.lookahead_tokens) // self.page_size)
 
     def renamed(self, chain: KeyChain) -> KeyChain:
         """The chain under the current weights version: itself, unless it was made before a bump."""

@@ -75,7 +75,8 @@ class PrefixCache(LocalCalls, Guarding):
             self._books = Books(pools[MAIN], namer, tier=tiers.get(MAIN), copy_page=copying,
                                 store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
                                 lockstep=cache.agreement == "lockstep",
-                                others=labels.ledgers(config, pools, tiers, copying))
+                                others=labels.ledgers(config, pools, tiers, copying),
+                                lookahead_tokens=cache.lookahead_tokens)
         except BaseException:
             for tier in tiers.values():
                 tier.close()

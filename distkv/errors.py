@@ -107,9 +107,9 @@ class RequestTooLarge(RequestError):
         of, where = (f" of label {label!r}", f"pages of label {label!r}") if label is not None else ("", "pool.pages")
         super().__init__(
             request_id,
-            f"needs {pages_needed} pages{of} for its prompt and output limit, but the smallest pool of the group "
-            f"has {pages_possible} usable ones (without scratch pages); shorten the prompt, lower output_limit, or "
-            f"raise {where} on every rank",
+            f"needs {pages_needed} pages{of} for its prompt, output_limit and cache.lookahead_tokens, but the smallest "
+            f"pool of the group has {pages_possible} usable ones (without scratch pages); shorten the prompt, lower "
+            f"output_limit, or raise {where} on every rank",
         )
         self.pages_needed = pages_needed
         self.pages_possible = pages_possible

@@ -44,10 +44,14 @@ class Fork:
     """Pages by label, for all children together."""
 
     @classmethod
-    def of(cls, parent: Sequence, branches: Iterable[Branch], page_size: int) -> Fork:
+    def of(cls, parent: Sequence, branches: Iterable[Branch], books: Books) -> Fork:
         """Raises SequenceError for a parent that cannot be forked now, RequestError for a wrong branch."""
-        committed = parent.committed
-        partial = bool(committed % page_size)
+        committed, size = parent.committed, books.page_size
+        tokens = shared_tokens(parent)
+        partial = bool(tokens % size)
+        if tokens < committed and any(pages.ledger.windowed for pages in parent.lists):
+            raise SequenceError(f"sequence {parent.id!r} cannot be forked: with cache.next_token_depth a fork computes "
+                                "the last page again, and a windowed label may not have the window before it any more")
         if parent.seq_len != committed:
             raise SequenceError(f"sequence {parent.id!r} cannot be forked: {parent.seq_len - committed} of its tokens "
                                 "are opened and not committed; commit or truncate them first")
@@ -56,8 +60,8 @@ class Fork:
                                 "have to be copied, and the cache was given nothing to copy pages with; pass kv= or "
                                 "copy_page= to PrefixCache")
         requests = tuple(_request(parent, branch) for branch in branches)
-        totals = [-(-(len(request.chain) + request.output_limit) // page_size) for request in requests]
-        shared = -(-committed // page_size)
+        totals = [books.total(len(request.chain) + request.output_limit) for request in requests]
+        shared = -(-tokens // size)
         needs = {pages.ledger.label: sum(pages.ledger.fork_needs(pages, total, shared, partial=partial)
                                          for total in totals)
                  for pages in parent.lists}
@@ -66,10 +70,10 @@ class Fork:
     def make(self, books: Books, owner: Lifecycle) -> tuple[Sequence, ...]:
         """The children. Their pages were promised: nothing here can fail."""
         parent, size = self.parent, books.page_size
-        committed = parent.committed
+        committed = shared_tokens(parent)
         children = []
         for request in self.requests:
-            total = -(-(len(request.chain) + request.output_limit) // size)
+            total = books.total(len(request.chain) + request.output_limit)
             lists = tuple(pages.shared(total, -(-committed // size)) for pages in parent.lists)
             record = RequestRecord(
                 request_id=request.id, prompt_tokens=len(request.chain), matched=committed // size,
@@ -82,6 +86,16 @@ class Fork:
             for pages in parent.lists:
                 pages.share_tail(committed // size, [child.pages_of(pages.ledger.label) for child in children])
         return tuple(children)
+
+
+def shared_tokens(parent: Sequence) -> int:
+    """How many leading tokens a fork has the KV of: all committed ones.
+
+    With ``next_token_depth``, those of the full pages whose next tokens are committed, too: the KV of the others will
+    not be the same in parent and children, which compute it again.
+    """
+    naming = parent.chain.namer.naming
+    return naming.page_size * naming.pages_in(parent.committed) if naming.next_token_depth else parent.committed
 
 
 def _request(parent: Sequence, branch: object) -> Request:

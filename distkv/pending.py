@@ -20,7 +20,7 @@ class Pending:
     request: Request
     chain: KeyChain
     total: int
-    """``T``: pages for prompt and output limit."""
+    """``T``: pages for prompt, output limit and lookahead."""
     tag: int
     labels: tuple[int, ...] = (0,)
     """The numbers of its labels, in the order of the configuration."""
@@ -36,7 +36,7 @@ class Pending:
     @classmethod
     def of(cls, request: Request, chain: KeyChain, books: Books) -> Pending:
         """The queue's entry for a new request, whose prompt ``chain`` names and whose labels there are."""
-        total = -(-(len(chain) + request.output_limit) // books.page_size)
+        total = books.total(len(chain) + request.output_limit)
         labels = books.labels_of(request.labels)
         needs = tuple(ledger.promised_for(total) if i in labels else 0 for i, ledger in enumerate(books.ledgers))
         return cls(request, chain, total, tag_of(request.id), labels, needs)
@@ -54,13 +54,13 @@ class Pending:
 
     @property
     def limit(self) -> int:
-        """Most pages that may be matched: at least one prompt token is always left to compute.
+        """Most pages that may be matched: those that have a name, and at least one prompt token is always computed.
 
         Rank 0's cap is from when the request was handed over, so it holds for the first ballot only.
         """
         if not self.request.read:
             return 0
-        whole = (len(self.chain) - 1) // self.chain.namer.page_size
+        whole = min((len(self.chain) - 1) // self.chain.namer.page_size, self.chain.pages)
         return whole if self.cap is None else min(whole, self.cap)
 
     @property

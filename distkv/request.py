@@ -26,8 +26,9 @@ class Request:
     chain: KeyChain
     """The prompt, by ``cache.chain``. At least one token."""
     output_limit: int
-    """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission.
-    0: the prompt is computed and nothing is generated, to have it in the cache before it is asked for."""
+    """Most tokens that may be generated. The request is promised room for prompt + output_limit tokens at admission,
+    and for what may be drafted ahead of them (``cache.lookahead_tokens``). 0: the prompt is computed and nothing is
+    generated, to have it in the cache before it is asked for."""
     labels: tuple[str, ...] = (MAIN,)
     """The labels whose pools it needs pages of: all of them with one matched length, or none. Those of sliding layers
     come with ``main``."""

@@ -1,0 +1,408 @@
+"""Drafted tokens, and draft layers: a page is shared only where all tokens are equal that its KV depends on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distkv import Message, PrefixCache, Request, Sequence, SequenceError, Span
+from distkv.chain import Namer
+from distkv.errors import RequestTooLarge
+from distkv.index import PrefixIndex
+from distkv.pages import PagePool
+from distkv.testing import schedules, tier_schedules
+from distkv.testing.content import Content
+from distkv.testing.group import Disagreement
+from distkv.testing.plans import draw_configs
+from tests.core.helpers import EXAMPLES, FINGERPRINT, Kv, admit, prefill, request, serve, solo
+from tests.core.machine import OneRank, play
+from tests.core.test_key_chains import SPANS, spans_in
+from tests.core.test_tiers import A, B, Tiers
+
+TOKENS = st.lists(st.integers(0, 1), max_size=14)
+SHARED = list(range(8))  # two pages of four
+
+
+class DraftKv(Kv):
+    """KV memory with a draft layer: in each slot, what the token in it was, all before it, and ``depth`` behind it."""
+
+    def __init__(self, page_size: int, depth: int) -> None:
+        super().__init__(page_size)
+        self.depth = depth
+
+    def _value(self, sequence: Sequence, position: int) -> object:
+        chain, end = sequence.chain, position + 1 + self.depth
+        spans = tuple(s for s in chain.spans if s.start < end)
+        return (sequence.epoch, chain.root, spans, tuple(chain.slice(0, end).tolist()))
+
+    def committed(self, sequence: Sequence, start: int) -> None:
+        """As an engine does: the last tokens that were computed before are computed again, with what came next."""
+        super().committed(sequence, max(sequence.cached_tokens, start - self.depth))
+
+    def wrong(self, sequence: Sequence) -> list[int]:
+        """Positions that came from the cache with the KV of other tokens."""
+        return [p for p in range(sequence.cached_tokens)
+                if self.of_slot.get(self._slot(sequence, p)) != self._value(sequence, p)]
+
+
+# ---- which prompts share which pages
+
+
+def shared_pages(one: tuple[list[int], list[Span]], other: tuple[list[int], list[Span]], size: int, depth: int) -> int:
+    """How many leading pages two prompts may share, from the definition."""
+    pages = 0
+    for page in range(1, 99):
+        end = page * size + depth
+        same = one[0][:end] == other[0][:end] and len(one[0]) >= end <= len(other[0])
+        if not same or [s for s in one[1] if s.start < end] != [s for s in other[1] if s.start < end]:
+            break
+        pages = page
+    return pages
+
+
+@settings(max_examples=120 * EXAMPLES, deadline=None, derandomize=EXAMPLES == 1)
+@given(size=st.integers(1, 4), depth=st.integers(0, 6), mask=st.sampled_from([2**64 - 1, 2**64 - 1, 3, 0]),
+       prompts=st.lists(st.tuples(TOKENS, SPANS, st.integers(0, 14)), min_size=2, max_size=5))
+def test_two_prompts_share_a_page_if_and_only_if_all_up_to_its_next_tokens_is_equal(
+    size: int, depth: int, mask: int, prompts: list[Any]
+) -> None:
+    """Also with keys that collide: then a match may be shorter, and is never wrong. The tokens decide."""
+    namer = Namer(FINGERPRINT, size, hash64=lambda data, seed: xxhash.xxh3_64_intdigest(data, seed) & mask,
+                  next_token_depth=depth)
+    index = PrefixIndex(PagePool(99), size)
+    stored: list[tuple[list[int], list[Span]]] = []
+    written: dict[int, tuple[list[int], list[Span]]] = {}
+    for tokens, draws, cut in prompts:
+        spans = spans_in(draws, 0, len(tokens))
+        chain = namer.chain(tokens, spans=spans)
+        if not any(s.start < cut < s.end for s in spans):  # a branch, and what was cut off again, is the same prompt
+            chain = chain.branch(min(cut, len(tokens))).follow(tokens, spans=spans)
+        prompt = (tokens, spans)
+        wanted = max((shared_pages(prompt, other, size, depth) for other in stored), default=0)
+        found = index.match(chain, 99)
+        assert len(found) == wanted if mask > 3 else len(found) <= wanted
+        for n, page in enumerate(found.pages.tolist(), 1):
+            assert shared_pages(prompt, written[page], size, depth) >= n, "another prompt's KV"
+        pages = index.pool.take(chain.pages)
+        written |= dict.fromkeys(pages.tolist(), prompt)
+        assert index.store(chain, pages) == chain.pages or mask <= 3
+        index.check()
+        stored.append(prompt)
+
+
+def test_a_branch_that_cuts_the_next_tokens_off_has_no_name_for_the_page() -> None:
+    namer = Namer(FINGERPRINT, 4, next_token_depth=2)
+    chain = namer.chain([*SHARED, 8, 9])
+    assert [chain.branch(n).pages for n in (10, 9, 8, 6, 5, 1, 0)] == [2, 1, 1, 1, 0, 0, 0]
+    keys = list(chain.keys)
+    other, same = chain.branch(9), chain.branch(9)
+    other.extend([7])
+    same.extend([9])
+    assert (other.pages, same.pages) == (2, 2)
+    assert same.keys == keys == chain.keys
+    assert other.keys[0] == keys[0]
+    assert other.keys[1] != keys[1]
+    assert chain.follow([*SHARED, 8, 7]).keys == other.keys
+    assert chain.renamed(namer.with_weights("2")).keys == namer.with_weights("2").chain([*SHARED, 8, 9]).keys
+
+
+def test_a_span_among_the_next_tokens_is_in_the_name() -> None:
+    """A draft layer reads the item's embedding there, and not its placeholder id."""
+    namer = Namer(FINGERPRINT, 4, next_token_depth=1)
+    tokens = [*SHARED, 0, 0, 0, 0]
+    text, image, other = (namer.chain(tokens, spans=[Span(4, 3, digest * 16)] if digest else ())
+                          for digest in (b"", b"i", b"o"))
+    assert len({chain.keys[0] for chain in (text, image, other)}) == 3
+    behind = namer.chain(tokens, spans=[Span(5, 3, b"i" * 16)])
+    assert behind.keys[0] == text.keys[0], "one token further on it is not"
+    assert behind.extras.keys() == text.extras.keys() == {0, 1}
+
+
+# ---- three requests
+
+
+def three(depth: int, back_off: bool = False) -> list[tuple[int, list[int]]]:
+    """Of each of three requests: cached tokens, and positions that came from the cache with other tokens' KV.
+
+    The first goes on from the shared pages with token 1, the others with 2. ``back_off``: the last page of a match is
+    not used, which is what other caches do for draft layers.
+    """
+    cache, kv, out = solo(page_size=4, next_token_depth=depth), DraftKv(4, 1), []
+    two = [*SHARED, 2, 3, 3, 3, 3]
+    for name, tokens in (("one", [*SHARED, 1, 1]), ("two", two), ("three", [*two, 3])):
+        cap = cache.peek(cache.chain(tokens)) - 1 if back_off else None
+        sequence = admit(cache, name, tokens, matched_cap=cap if cap is not None and cap >= 0 else None)
+        out.append((sequence.cached_tokens, kv.wrong(sequence)))
+        prefill(sequence)
+        kv.committed(sequence, sequence.cached_tokens)
+        sequence.finish()
+        cache.check()
+    return out
+
+
+def test_three_requests_with_a_shared_prefix() -> None:
+    assert three(depth=1) == [(0, []), (4, []), (12, [])]
+
+
+def test_without_next_tokens_in_its_name_a_page_is_used_for_other_tokens() -> None:
+    """The negative control, and why it does not help to leave out the last page of a match."""
+    assert three(depth=0) == [(0, []), (8, [7]), (12, [7])]
+    assert three(depth=0, back_off=True) == [(0, []), (4, []), (8, [7])]
+
+
+# ---- drafts
+
+
+def test_drafts_that_were_not_accepted_name_nothing() -> None:
+    """20 tokens are written and 17 accepted: one page can be matched, and the next is named by the final tokens."""
+    for depth in (0, 1):
+        cache = solo(page_size=16, next_token_depth=depth, index_on="fill")
+        sequence = admit(cache, "a", [0], output_limit=40)
+        sequence.open(20)
+        sequence.append(range(1, 20))
+        sequence.commit(17)
+        sequence.truncate(3)
+        assert cache.peek(cache.chain(range(40))) == 1
+        final = [*range(17), *range(100, 117)]
+        sequence.append(final[17:])
+        sequence.open(17)
+        sequence.commit(16 - depth)
+        assert cache.peek(cache.chain(final)) == 2 - (depth > 0), "nor before its next token is there"
+        sequence.commit(1 + depth)
+        assert cache.peek(cache.chain(final)) == 2
+        assert cache.peek(cache.chain(range(40))) == 1
+        sequence.finish()
+        cache.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 9])
+def test_generated_tokens_are_stored_as_far_as_their_next_ones_are_accepted(depth: int) -> None:
+    """At finish, at fill, and from chunk to chunk of a prompt, for every number of tokens."""
+    for n in (1, 4, 5, 7, 8, 9, 12, 13, 14, 17):
+        wanted = max(0, n - depth) // 4
+        cache = solo(page_size=4, next_token_depth=depth)
+        done = serve(cache, "a", [0], [*range(1, n), 99])
+        assert (done.committed, len(cache._books.index)) == (n, wanted)
+        assert cache.peek(cache.chain([*range(n), *range(50, 70)])) == wanted
+        filling = solo(page_size=4, next_token_depth=depth, index_on="fill")
+        sequence = admit(filling, "a", range(n))
+        for at in range(1, n + 1):
+            sequence.open(1)
+            sequence.commit(1)
+            assert len(filling._books.index) == max(0, at - depth) // 4
+            filling.check()
+
+
+def test_a_matched_page_stays_stored_when_its_request_is_suspended_at_once() -> None:
+    cache = solo(page_size=2, next_token_depth=1)
+    serve(cache, "a", range(6))
+    sequence = admit(cache, "b", range(6), output_limit=3)
+    assert sequence.cached_tokens == 4
+    sequence.suspend()
+    cache.resume("b")
+    assert [s.cached_tokens for s in cache.step().ready] == [4]
+    cache.check()
+
+
+def test_drafts_ahead_of_the_limit_are_promised() -> None:
+    for lookahead, pages in ((0, 3), (1, 4), (5, 5)):
+        cache = solo(pages=5, page_size=4, lookahead_tokens=lookahead)
+        sequence = admit(cache, "a", range(9), output_limit=3)
+        assert sequence.promised == pages
+        prefill(sequence)
+        sequence.open(3 + lookahead)
+        if (12 + lookahead) % 4 == 0:
+            with pytest.raises(SequenceError, match=r"cannot open 1 tokens behind"):
+                sequence.open(1)
+        sequence.append(range(3 + lookahead))
+        sequence.truncate(lookahead)
+        sequence.finish()
+        cache.check()
+        assert cache.stats().pages_live == 0
+
+
+def test_what_does_not_fit_with_its_drafts_is_refused() -> None:
+    cache = solo(pages=3, page_size=4, lookahead_tokens=1)
+    result = cache.step(Message(requests=(request(cache, "a", range(9), 3), request(cache, "b", range(9), 2))))
+    assert [(type(r.error), r.request_id) for r in result.refused] == [(RequestTooLarge, "a")]
+    assert [s.promised for s in result.ready] == [3]
+    assert "cache.lookahead_tokens" in str(result.refused[0].error)
+
+
+# ---- the host tier
+
+
+def test_pages_come_back_from_the_host_for_the_same_next_tokens_alone() -> None:
+    tiers = Tiers(next_token_depth=1)
+    for name, tokens in (("1", A), ("2", B)):
+        assert tiers.serve(name, tokens) == 0
+    assert [tiers.matched(tokens) for tokens in (A, [*A[:8], 0], A[:8], [*A[:4], 0, 0, 0])] == [4, 3, 3, 1]
+    assert tiers.serve("3", [*A[:8], 0]) == 6
+    assert tiers.serve("4", A) == 8
+
+
+def test_a_request_whose_pages_have_no_name_does_not_wait_for_those_being_read_in() -> None:
+    """Its prompt is long enough to match the page that is read in, but the tokens behind that are not known."""
+    tiers = Tiers(pages=8, next_token_depth=2)
+    for name, tokens in (("1", [*A, 19]), ("2", [*B, 29])):
+        tiers.serve(name, tokens)
+    cache = tiers.cache
+    (first,) = cache.step(Message(requests=(request(cache, "3", [*A, 19]),))).loading
+    assert first.record.host_tokens == 2
+    at = (first.cached_tokens - first.record.host_tokens) // 2
+    short = A[: 2 * at + 3]
+    assert len(short) - 1 >= 2 * (at + 1) > cache.chain(short).pages * 2
+    result = cache.step(Message(requests=(request(cache, "4", short),)))
+    assert [s.cached_tokens for s in result.ready] == [2 * at]
+    tiers.settle()
+
+
+# ---- everything that an engine may do, on one rank
+
+
+class Ahead(OneRank):
+    """A cache whose pages depend on next tokens, and an engine with a draft layer and drafts behind the limit."""
+
+    depth: ClassVar[int] = 2
+    named: ClassVar[int | None] = None
+    """The depth that the cache is told; None: the true one."""
+    lookahead: ClassVar[int] = 3
+
+    def start(self, size: int, **drawn: Any) -> None:
+        super().start(size=size, **drawn)
+        made = self.cache.config
+        depth = self.depth if self.named is None else self.named
+        cache = replace(made.cache, next_token_depth=depth, lookahead_tokens=self.lookahead)
+        self.cache = PrefixCache(replace(made, cache=cache), FINGERPRINT, hash64=self.hash64)
+        self.kv = DraftKv(size, self.depth)
+
+    def total(self, request: Request) -> int:
+        return -(-(len(request.chain) + request.output_limit + self.lookahead) // self.size)
+
+    def pages_in(self, tokens: int) -> int:
+        return max(0, tokens - self.depth) // self.size
+
+    def store(self, sequence: Sequence, committed: int) -> None:
+        full = max(self.pages_in(committed), sequence.cached_tokens // self.size)
+        if full and sequence.request.write and sequence.epoch == self.epoch:
+            self.naive.store(sequence.chain, sequence.page_indices[:full].tolist())
+
+    def commit(self, i: int, n: int) -> None:
+        sequence = self.pick(i)
+        if sequence is None:
+            return
+        before = sequence.committed
+        sequence.commit(min(n, sequence.seq_len - before, sequence.named - before))
+        self.kv.committed(sequence, before)
+        if self.fill and self.pages_in(sequence.committed) > self.pages_in(before):
+            self.store(sequence, sequence.committed)
+
+    def decode(self, i: int, ids: list[int], n: int) -> None:
+        sequence = self.pick(i)
+        if sequence is None or sequence.seq_len < sequence.prompt_tokens:
+            return
+        limit = sequence.prompt_tokens + sequence.request.output_limit + self.lookahead
+        sequence.append(ids[: max(0, limit + 1 - sequence.named)])
+        n = min(n, limit - sequence.seq_len)
+        if n > 0:
+            self.open(sequence, n)
+
+
+class Deep(Ahead):
+    depth, lookahead = 5, 0
+
+
+class Colliding(Ahead):
+    """Seven bits of a key."""
+
+    exact, depth = False, 1
+    hash64 = staticmethod(lambda data, seed: xxhash.xxh3_64_intdigest(data, seed) & 127)
+
+
+class Untold(Ahead):
+    """The cache does not know of the draft layer."""
+
+    exact, depth, named = False, 1, 0
+
+
+@pytest.mark.parametrize("machine", [Ahead, Deep, Colliding])
+def test_random_calls_on_one_rank(machine: type[Ahead]) -> None:
+    cached = collisions = 0
+    for seed in range(8 * EXAMPLES):
+        stats = play(machine, seed).cache.stats()
+        cached, collisions = cached + stats.cached_tokens, collisions + stats.collisions
+    assert cached > 0
+    assert (collisions > 0) == (machine is Colliding)
+
+
+def test_random_calls_show_a_cache_that_was_not_told() -> None:
+    def runs() -> None:
+        for seed in range(20):
+            play(Untold, seed)
+
+    with pytest.raises(AssertionError, match=r"token \d+ of Sequence"):
+        runs()
+
+
+# ---- groups
+
+
+class DraftContent(Content):
+    """The bytes of a rank with a draft layer of depth 2, whose passes compute the last two tokens again."""
+
+    depth = 2
+
+    def launched(self, sequence: Sequence, n: int, step: int) -> None:
+        again = min(self.depth, sequence.seq_len - n - sequence.cached_tokens)
+        super().launched(sequence, n + again, step)
+
+    def _values_of(self, sequence: Sequence, keep: int, stop: int) -> list[int]:
+        known = super()._values_of(sequence, keep, min(stop + self.depth, sequence.named))
+        return [known[min(at + self.depth, len(known) - 1)] for at in range(stop)]
+
+
+class Drafting:
+    """Mixed into a schedule: its engine drafts up to three tokens behind the limit."""
+
+    def work(self, rank: int, request_id: str, seed: float, extra: int = 0) -> None:
+        super().work(rank, request_id, seed, extra + 3)  # type: ignore[misc]
+
+
+class DraftSchedule(Drafting, schedules.Schedule):
+    pass
+
+
+class DraftTierSchedule(Drafting, tier_schedules.TierSchedule):
+    pass
+
+
+def run_group(seed: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def drawn(*args: Any, **options: Any) -> Any:
+        made = draw_configs(*args, **options)
+        return [replace(one, cache=replace(one.cache, next_token_depth=depth, lookahead_tokens=3)) for one in made]
+
+    monkeypatch.setattr(schedules, "draw_configs", drawn)
+    for module in (schedules, tier_schedules):
+        monkeypatch.setattr(module, "Content", DraftContent)
+    return (DraftTierSchedule if seed % 2 else DraftSchedule)(seed).run()
+
+
+def test_random_schedules_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tiers, lockstep, faults, suspended requests: no rank ever uses a page with other next tokens."""
+    counts = sum((run_group(seed, 2, monkeypatch) for seed in range(8 * EXAMPLES)), Counter())
+    assert min(counts[name] for name in ("hits", "evicted", "read in", "suspended", "in lockstep")) > 0, counts
+
+
+def test_random_schedules_show_a_group_that_was_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs() -> None:
+        for seed in range(40):
+            run_group(seed, 0, monkeypatch)
+
+    with pytest.raises(Disagreement, match="was matched but holds"):
+        runs()
