@@ -23,7 +23,8 @@ class Reason(StrEnum):
     WHOLE = "whole"
     """Nothing is missing: every full page but for the last token, which is always computed, was served."""
     PARTIAL_PAGE = "partial page"
-    """All full pages were served; what follows does not fill a page."""
+    """All full pages were served; what follows does not fill a page, or ends before the next tokens that the page's
+    name needs (``cache.next_token_depth``)."""
     NEVER_SEEN = "never seen"
     """No entry with these tokens."""
     EVICTED = "evicted"
@@ -34,6 +35,8 @@ class Reason(StrEnum):
     """The first page is here under another adapter or another generation of it."""
     MEDIA = "media"
     """The page is here with the same token ids but with other media or embeddings."""
+    NEXT_TOKENS = "next tokens"
+    """The page is here with the same token ids but with others behind it, which its KV depends on."""
     GROUP_MINIMUM = "group minimum"
     """This rank has more, another rank has not."""
     WINDOW = "window"
@@ -108,7 +111,7 @@ class Memory:
             return Reason.EVICTED
         if matched == 0:
             return self._explain_first(chain)
-        return Reason.MEDIA if self._twin(chain, matched, self._followers(leaf, used)) else Reason.NEVER_SEEN
+        return self._twin(chain, matched, self._followers(leaf, used)) or Reason.NEVER_SEEN
 
     def _explain_first(self, chain: KeyChain) -> Reason:
         page_bytes = 4 * chain.namer.page_size
@@ -118,8 +121,8 @@ class Memory:
             assert isinstance(root, Root)
             if root.identity != chain.root:
                 other = Reason.ADAPTER if root.adapter != chain.adapter else Reason.SALT
-            elif run.keys[0] != chain.keys[0]:  # equal if it was stored since the lookup
-                return Reason.MEDIA
+            elif (twin := self._twin(chain, 0, ((run, 0),))) is not None:
+                return twin
         digest = xxhash.xxh3_64_intdigest(bytes(chain.buffer[:page_bytes]))
         size = len(self._taken)
         taken = other is Reason.NEVER_SEEN and size > 0 and self._taken[digest % size] == digest
@@ -148,14 +151,19 @@ class Memory:
         return ((child, 0) for child in (leaf.children or {}).values())
 
     @staticmethod
-    def _twin(chain: KeyChain, position: int, entries: Iterable[tuple[Run, int]]) -> bool:
-        """Whether an entry has the same token ids at this position and another key, so other extras."""
-        size = 4 * chain.namer.page_size
-        return any(
-            run.keys[at] != chain.keys[position]  # equal if it was stored since the lookup
-            and chain.buffer.startswith(run.tokens[at * size : (at + 1) * size], position * size)
-            for run, at in islice(entries, _LOOKED_AT)
-        )
+    def _twin(chain: KeyChain, position: int, entries: Iterable[tuple[Run, int]]) -> Reason | None:
+        """What is other if an entry has the same token ids at this position and another key; None: there is none."""
+        naming, found = chain.namer.naming, None
+        size, spans = naming.page_bytes, naming.next_bytes  # in the extras the spans begin behind the next tokens
+        mine = chain.extras.get(position, b"")
+        for run, at in islice(entries, _LOOKED_AT):
+            if run.keys[at] == chain.keys[position]:  # it was stored since the lookup
+                continue
+            if chain.buffer.startswith(run.tokens[at * size : (at + 1) * size], position * size):
+                if naming.next_bytes and (run.extras or {}).get(run.start + at, b"")[spans:] == mine[spans:]:
+                    return Reason.NEXT_TOKENS
+                found = Reason.MEDIA
+        return found
 
 
 def _digest(run: Run, page_bytes: int) -> int:

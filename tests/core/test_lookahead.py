@@ -16,6 +16,7 @@ from distkv.chain import Namer
 from distkv.errors import RequestTooLarge
 from distkv.index import PrefixIndex
 from distkv.pages import PagePool
+from distkv.reasons import Reason
 from distkv.testing import schedules, tier_schedules
 from distkv.testing.content import Content
 from distkv.testing.group import Disagreement
@@ -154,6 +155,27 @@ def test_without_next_tokens_in_its_name_a_page_is_used_for_other_tokens() -> No
     """The negative control, and why it does not help to leave out the last page of a match."""
     assert three(depth=0) == [(0, []), (8, [7]), (12, [7])]
     assert three(depth=0, back_off=True) == [(0, []), (4, []), (8, [7])]
+
+
+def test_the_reason_is_that_other_tokens_follow() -> None:
+    cache = solo(page_size=4, next_token_depth=1)
+    image, other = ([Span(5, 2, digest * 16)] for digest in (b"i", b"o"))
+    serve(cache, "one", [*SHARED, 1, 1])
+    serve(cache, "two", [9, *SHARED, 1, 1], spans=image)
+
+    def reason(tokens: list[int], **options: Any) -> tuple[int, Reason]:
+        sequence = admit(cache, "again", tokens, **options)
+        sequence.abort()
+        return sequence.cached_tokens, sequence.record.reason
+
+    assert reason([*SHARED, 2, 2]) == (4, Reason.NEXT_TOKENS)
+    assert reason([*SHARED[:4], 5]) == (0, Reason.NEXT_TOKENS)
+    assert reason([*SHARED, 1]) == (8, Reason.PARTIAL_PAGE)
+    assert reason(SHARED) == (4, Reason.PARTIAL_PAGE)
+    assert reason([0, 0, 0, 0, 0]) == (0, Reason.NEVER_SEEN)
+    assert reason([9, *SHARED, 1, 1], spans=other) == (4, Reason.MEDIA)
+    assert reason([9, *SHARED, 2, 2], spans=image) == (8, Reason.PARTIAL_PAGE)
+    assert reason([9, *SHARED[:7], 8, 1], spans=image) == (4, Reason.NEXT_TOKENS)
 
 
 # ---- drafts
