@@ -48,6 +48,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @dataclass
+class Passes:
+    """What four passes did: a prompt with logits, one without, a decode step of two requests, a mixed batch."""
+
+    exchanges: list[int]
+    """All-to-alls of each."""
+    strange: int
+    """Slots that were written and that are not those of the batches."""
+    logits: torch.Tensor
+    kv: torch.Tensor
+    """This rank's heads of three pages: [layers, 2, 3, page, heads, d]."""
+
+
+@dataclass
 class Seen:
     """What one rank saw of one mesh."""
 
@@ -57,9 +70,7 @@ class Seen:
     served: dict[str, Any]
     """See test_ranks."""
     fuzzed: list[str]
-    exchanges: list[int]
-    strange: int
-    """Slots that a batch wrote and that are not its own."""
+    passes: Passes
 
 
 def mesh_case(rank: int, world_size: int, folder: Path, sp: int) -> Seen:
@@ -67,7 +78,7 @@ def mesh_case(rank: int, world_size: int, folder: Path, sp: int) -> Seen:
     mesh = Mesh.of(None, world_size // sp, sp)
     settings = tiny.config(folder, tp=mesh.tp, sp=sp, batch_invariant=True)
     model = load_model(settings.model, mesh)
-    exchanges, strange = passes(model) if sp > 1 else ([], 0)
+    in_passes = passes(model)
     runs: dict[str, test_tier.Run] = {}
     runs["cold"], cold = test_tier.serve(model, engine_of(settings, cache="off"), PROMPTS)
     runs["warm"], warm = test_tier.serve(model, settings, BOTH, cold)
@@ -83,7 +94,7 @@ def mesh_case(rank: int, world_size: int, folder: Path, sp: int) -> Seen:
     fuzz = [odd_lengths(), *(random_case(np.random.default_rng(seed), vocab=tiny.VOCAB, page_size=tiny.PAGE, longest=90)
                              for seed in (3, 4))]  # fmt: skip
     fuzzed = [text for each in fuzz for text in differences(model, each)] if sp > 1 else []
-    return Seen(runs, recorded, test_ranks.case(rank, world_size, folder, sp), fuzzed, exchanges, strange)
+    return Seen(runs, recorded, test_ranks.case(rank, world_size, folder, sp), fuzzed, in_passes)
 
 
 def engine_of(settings: ServeConfig, **engine: Any) -> ServeConfig:
@@ -101,17 +112,17 @@ def odd_lengths() -> Case:
     return Case([tiny.tokens(n, 20 + n) for n in lengths], [(0, 0)] * 4, batches, tiny.PAGE)
 
 
-def passes(model: Model) -> tuple[list[int], int]:
-    """All-to-alls of four passes: a prompt with logits, one without, a decode step of two requests, a mixed one."""
+def passes(model: Model) -> Passes:
     pool, pages = model.pool(8, tiny.PAGE), np.array([6, 1, 3])
     pool.data.fill_(float("nan"))
-    honest, calls, found, used = dist.all_to_all_single, [0], [], np.zeros(8 * tiny.PAGE, bool)
+    honest, calls, found, logits = dist.all_to_all_single, [0], [], []
+    used = np.zeros(8 * tiny.PAGE, bool)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         return honest(*args, **kwargs)
 
-    batches = [([(0, 13)], [12, 3]), ([(13, 7)], []), ([(20, 1), (21, 1)], [0]), ([(22, 1), (23, 2)], [2])]
+    batches = [([(0, 13)], [12, 3, 3, 7]), ([(13, 7)], []), ([(20, 1), (21, 1)], [0]), ([(22, 1), (23, 2)], [2])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         for spans, keep in batches:
@@ -122,11 +133,12 @@ def passes(model: Model) -> tuple[list[int], int]:
                 used[slots] = True
                 rows.append((tiny.tokens(n, start), start, slots, pages))
             calls[0] = 0
-            logits = model.forward(Batch.build(pool, rows, model.dtype), keep)
-            assert tuple(logits.shape) == (len(keep), tiny.VOCAB)
+            logits.append(model.forward(Batch.build(pool, rows, model.dtype), keep))
+            assert tuple(logits[-1].shape) == (len(keep), tiny.VOCAB)
             found.append(calls[0])
     written = ~pool.data.isnan().flatten(2, 3).all(dim=(0, 1, 3, 4)).flatten()
-    return found, int((written.numpy() != used).sum())
+    strange = int((written.numpy() != used).sum())
+    return Passes(found, strange, torch.cat(logits), pool.data[:, :, torch.from_numpy(pages)])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
@@ -145,8 +157,14 @@ def test_a_mesh_gives_the_tokens_of_one_rank_and_the_bits_of_the_cold_run(
             assert run.cached == seen[0].runs[name].cached, name
             assert run.compared > 50 or name == "cold"
         assert of_rank.fuzzed == []
-        assert of_rank.exchanges == ([2 * 2 + 1, 2 * 2, 2, 2 * 2 + 1] if sp > 1 else [])
-        assert of_rank.strange == 0, "fillers have no page"
+        # of two layers; the outcome of a prompt's layers lies with other ranks than the output layer needs it on
+        assert of_rank.passes.exchanges == ([2 * 2 + 1, 2 * 2, 2, 2 * 2 + 1] if sp > 1 else [0] * 4)
+        assert of_rank.passes.strange == 0, "fillers have no page"
+        assert torch.equal(of_rank.passes.logits, seen[0].passes.logits)
+    one = passes(load_model(tiny.config(folder).model))
+    heads = torch.cat([of_rank.passes.kv for of_rank in seen], dim=4)
+    for found, whole in ((seen[0].passes.logits, one.logits), (heads, one.kv)):
+        torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4, equal_nan=True)
     for name, run in seen[0].runs.items():
         assert {key: tokens for key, tokens in run.tokens.items() if key[0] in wanted} == {
             key: wanted[key[0]] for key in run.tokens
