@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distkv import Message, PrefixCache, Request, Sequence, SequenceError, Span
+from distkv import Branch, LabelConfig, Message, PrefixCache, Request, Sequence, SequenceError, Span
 from distkv.chain import Namer
 from distkv.errors import RequestTooLarge
 from distkv.index import PrefixIndex
@@ -21,7 +21,7 @@ from distkv.testing import schedules, tier_schedules
 from distkv.testing.content import Content
 from distkv.testing.group import Disagreement
 from distkv.testing.plans import draw_configs
-from tests.core.helpers import EXAMPLES, FINGERPRINT, Kv, admit, prefill, request, serve, solo
+from tests.core.helpers import EXAMPLES, FINGERPRINT, Kv, admit, config, prefill, request, serve, solo
 from tests.core.machine import OneRank, play
 from tests.core.test_key_chains import SPANS, spans_in
 from tests.core.test_tiers import A, B, Tiers
@@ -255,6 +255,58 @@ def test_what_does_not_fit_with_its_drafts_is_refused() -> None:
     assert [(type(r.error), r.request_id) for r in result.refused] == [(RequestTooLarge, "a")]
     assert [s.promised for s in result.ready] == [3]
     assert "cache.lookahead_tokens" in str(result.refused[0].error)
+
+
+# ---- forks
+
+
+@pytest.mark.parametrize(("committed", "shared"), [(3, 0), (4, 0), (5, 0), (6, 4), (8, 4), (9, 4), (10, 8)])
+def test_a_fork_shares_what_no_next_token_can_change(committed: int, shared: int) -> None:
+    """Parent and children go on with other tokens, so each computes the KV of the last ones itself: depth 2."""
+    cache, kv = solo(page_size=4, next_token_depth=2, lookahead_tokens=2), DraftKv(4, 2)
+    parent = prefill(admit(cache, "a", range(committed), output_limit=6))
+    kv.committed(parent, 0)
+    children = parent.fork([Branch(id="b", suffix=[50]), Branch(id="c", suffix=[60, 61], output_limit=1)])
+    assert [(child.committed, child.cached_tokens) for child in children] == [(shared, shared)] * 2
+    assert [child.promised for child in children] == [-(-(committed + 8) // 4), -(-(committed + 5) // 4)]
+    for sequence in (parent, *children, parent):
+        kv.expect(sequence)
+        sequence.append([70, 71, 72])
+        start, n = sequence.committed, min(sequence.named - sequence.committed, 99)
+        sequence.open(n)
+        sequence.commit(n)
+        kv.committed(sequence, start)
+        cache.check()
+    for sequence in (parent, *children):
+        kv.expect(sequence)
+        sequence.finish()
+        cache.check()
+    for tokens in ([*range(committed), 50, 70, 71, 72, 0], [*range(committed), 60, 61, 70, 71, 72, 0]):
+        again = admit(cache, str(tokens), tokens)
+        assert again.cached_tokens == (len(tokens) - 3) // 4 * 4
+        assert kv.wrong(again) == []
+
+
+def test_a_kept_prefix_is_forked_alike() -> None:
+    cache = solo(page_size=4, next_token_depth=1)
+    prefix = prefill(admit(cache, "a", range(8)))
+    prefix.keep()
+    (child,) = prefix.fork([Branch(id="b", suffix=[9], output_limit=1)])
+    assert (child.committed, child.named) == (4, 9)
+    child.abort()
+    prefix.abort()
+    cache.check()
+    assert cache.stats().pages_live == 0
+
+
+def test_a_fork_is_refused_where_a_window_may_be_missing() -> None:
+    made = config(page_size=4, next_token_depth=1)
+    label = LabelConfig(name="near", kind="sliding", pages=16, window_tokens=4, chunk_tokens=16)
+    cache = PrefixCache(replace(made, labels=(label,)), FINGERPRINT)
+    parent = prefill(admit(cache, "a", range(10), output_limit=4))
+    with pytest.raises(SequenceError, match="next_token_depth"):
+        parent.fork(1)
+    cache.check()
 
 
 # ---- the host tier
