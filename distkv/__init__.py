@@ -11,6 +11,7 @@ from distkv.config import (
     Config,
     GroupConfig,
     HostConfig,
+    LabelConfig,
     PoolConfig,
     agreed_fields,
     from_mapping,
@@ -41,15 +42,17 @@ from distkv.errors import (
     TableError,
 )
 from distkv.faults import Fault
+from distkv.forks import Branch
 from distkv.group import Group, LocalGroup, SoloGroup, Ticket
 from distkv.host.copies import Copy, CopyEngine
 from distkv.host.kv import KVLayout, PagedKV
 from distkv.keys import Adapter, Fingerprint, Span
 from distkv.mpi_group import MpiGroup
+from distkv.pagelist import PageList
 from distkv.reasons import Reason
-from distkv.request import Message, Refused, Request, RequestRecord, ResetResult, StepResult, Waiting
+from distkv.request import Forked, Message, Refused, Request, RequestRecord, ResetResult, StepResult, Waiting
 from distkv.sequence import Sequence
-from distkv.stats import Stats
+from distkv.stats import LabelStats, Stats
 from distkv.table_buffers import TableBuffers, TableRing
 from distkv.tables import Tables
 from distkv.torch_group import TorchGroup
@@ -58,6 +61,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "Branch",
     "CacheConfig",
     "Config",
     "ConfigError",
@@ -68,6 +72,7 @@ __all__ = [
     "DuplicateRequest",
     "Fault",
     "Fingerprint",
+    "Forked",
     "Group",
     "GroupConfig",
     "GroupDivergence",
@@ -80,12 +85,15 @@ __all__ = [
     "KVLayout",
     "KeyChain",
     "KeyNamingError",
+    "LabelConfig",
+    "LabelStats",
     "LayoutMismatch",
     "LocalGroup",
     "Message",
     "MessageError",
     "MpiGroup",
     "NoRoom",
+    "PageList",
     "PagedKV",
     "PeerFailed",
     "PeerFault",

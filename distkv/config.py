@@ -237,8 +237,8 @@ class Config(Section):
     group: GroupConfig = field(default_factory=GroupConfig)
     """How the ranks talk to each other."""
 
-    labels: tuple[LabelConfig, ...] = ()
-    """Pools beside that of ``main``."""
+    labels: tuple[LabelConfig, ...] = setting((), agreed=False)
+    """Pools beside that of ``main``, each with the fields of its own section."""
 
     def check_fields(self) -> None:
         names = [label.name for label in self.labels]

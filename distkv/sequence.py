@@ -15,6 +15,7 @@ from distkv.keys import TOKEN_BYTES, tag_of, token_bytes
 from distkv.pagelist import PageList
 from distkv.pages import Pages
 from distkv.readin import ReadIn
+from distkv.windows import RollingLedger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as AbstractSequence
@@ -66,6 +67,8 @@ class Sequence:
         """The loads that it waits for; None if it can run."""
         self.ended: str | None = None
         """How it ended: finished, aborted, suspended, or put back into the queue. ``kept``: see :meth:`keep`."""
+        self.prefix_epoch = 0
+        """Grows when pages in the middle were given up: tables and lengths that were made before are of no use."""
         self.forking = False
         """It waits for a fork, and opens nothing meanwhile."""
         self.to_resume: Request | None = None
@@ -201,8 +204,10 @@ class Sequence:
     def _too_many(self, n: int, pages: PageList, more: int) -> SequenceError:
         text = (f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s), "
                 f"and {pages.reserved} are reserved")
+        lookahead = self._books.lookahead_tokens
+        ahead = f" + lookahead {lookahead}" if lookahead else ""
         if not pages.ledger.windowed:
-            return SequenceError(f"{text} (prompt {self.prompt_tokens} + limit {self.request.output_limit})")
+            return SequenceError(f"{text} (prompt {self.prompt_tokens} + limit {self.request.output_limit}{ahead})")
         return SequenceError(f"{text} of label {pages.ledger.label!r}; {pages.ledger.remedy}")
 
     def append(self, ids: object) -> None:
@@ -226,7 +231,8 @@ class Sequence:
         if new > 0:
             self.chain.extend_bytes(self._names[:new])
             del self._names[:new]
-        filled = end // self._books.page_size > self._committed // self._books.page_size
+        pages_in = self.chain.namer.naming.pages_in
+        filled = pages_in(end) > pages_in(self._committed)
         self._committed = end
         self._books.note(Call.COMMIT, self._tag, n)
         if filled and self._books.store_at_fill:
@@ -251,6 +257,61 @@ class Sequence:
         if n:
             del self._names[TOKEN_BYTES * max(0, self._opened - len(self.chain)) :]
         self._books.note(Call.TRUNCATE, self._tag, n)
+
+    # ---- labels with a window
+
+    def protect_prefix(self, n: int) -> None:
+        """The pages of the first ``n`` committed tokens, rounded up to whole pages, are never released: rolling labels.
+
+        They are what is stored of such a label at the end, and count into its ``window_tokens``. What was found in the
+        cache is protected already. Raises SequenceError for tokens that are not committed or were released, and for
+        more than the window has place for.
+        """
+        self._must_run("protect_prefix", n)
+        end = -(-n // self._books.page_size)
+        if not 0 <= n <= self._committed:
+            raise SequenceError(f"sequence {self.id!r} cannot protect {n} tokens: {self._committed} are committed")
+        rolling = self._rolling("protect_prefix")
+        for pages, ledger in rolling:
+            if pages.gone and end > pages.protected:
+                raise SequenceError(f"sequence {self.id!r} cannot protect {n} tokens of label {pages.ledger.label!r}: "
+                                    f"pages {pages.protected} .. {pages.first - 1} were released")
+            if end >= ledger.most:
+                raise SequenceError(f"sequence {self.id!r} cannot protect {n} tokens of label {ledger.label!r}: its "
+                                    f"window has {ledger.most} pages, and one has to be left to write to")
+        self._books.note(Call.PROTECT, self._tag, n)
+        for pages, ledger in rolling:
+            if end > pages.protected:
+                ledger.protect(pages.pages[pages.protected : end])
+                pages.protected = end
+
+    def release_oldest(self, n: int) -> int:
+        """Gives up the pages of the oldest ``n`` tokens behind the protected prefix, in every rolling label.
+
+        Whole pages only, and committed tokens only; so less than a page may be given up later. Each page loses this
+        sequence as an owner: one that others have stays with them. What is behind the first released token is not
+        stored. Returns how many tokens were given up, in pages: positions stay what they are, and attention sees the
+        protected prefix and what is left. :attr:`prefix_epoch` grows if any was.
+        """
+        self._must_run("release_oldest", n)
+        if n < 0:
+            raise SequenceError(f"sequence {self.id!r} cannot release {n} tokens")
+        size, rolling = self._books.page_size, self._rolling("release_oldest")
+        released = 0
+        self._books.note(Call.RELEASE, self._tag, n)
+        for pages, _ in rolling:
+            begin = max(pages.first, pages.protected)
+            end = min(begin + n // size, self._committed // size)
+            released = max(released, pages.release(end) * size)
+        self.prefix_epoch += bool(released)
+        return released
+
+    def _rolling(self, call: str) -> list[tuple[PageList, RollingLedger]]:
+        found = [(pages, pages.ledger) for pages in self.lists if isinstance(pages.ledger, RollingLedger)]
+        if not found:
+            raise SequenceError(f"{call} on sequence {self.id!r}, which has no rolling label; it has "
+                                + ", ".join(self.labels))
+        return found
 
     # ---- forks
 
@@ -350,8 +411,11 @@ class Sequence:
             each.grow(pages)
 
     def _store(self) -> None:
-        """Offers all full pages to the indexes of its labels."""
-        full = self._committed // self._books.page_size
+        """Offers all full pages to the indexes of its labels, as far as their next tokens are committed, too.
+
+        Those that came from the index are offered in any case: there the next tokens are the prompt's.
+        """
+        full = max(self.chain.namer.naming.pages_in(self._committed), self._main.stored)
         if not full or not self.request.write or self.epoch != self._books.epoch:
             return
         for pages in self.lists:

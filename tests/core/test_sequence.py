@@ -135,7 +135,7 @@ def test_nothing_can_be_called_after_the_end(end: str) -> None:
     getattr(sequence, end)()
     before = cache.stats()
     calls = {"open": (1,), "append": ([1],), "commit": (0,), "truncate": (0,), "finish": (), "abort": (),
-             "suspend": (), "fork": (1,), "keep": ()}
+             "suspend": (), "fork": (1,), "keep": (), "protect_prefix": (1,), "release_oldest": (1,)}
     for call, arguments in calls.items():
         with pytest.raises(SequenceError, match=r"was (finished|aborted)"):
             getattr(sequence, call)(*arguments)
