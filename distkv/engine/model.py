@@ -135,12 +135,12 @@ def load_model(
         check_norms(module)
     _fill(module, folder, dtype, mesh.tp_rank, mesh.tp)
     module.to(device)
-    sums = Sums(mesh.tp_group, timeout_s) if mesh.tp_group is not None and mesh.tp > 1 else None
+    sums = Sums(mesh.tp_group, timeout_s, named=mesh.rank) if mesh.tp_group is not None and mesh.tp > 1 else None
     if sums is not None:
         reduce_outputs(module, sums)
     ulysses = None
     if mesh.sp_group is not None and mesh.sp > 1:
-        ulysses = Ulysses(mesh.sp_group, mesh.sp_rank, mesh.sp, timeout_s)
+        ulysses = Ulysses(mesh.sp_group, mesh.sp_rank, mesh.sp, timeout_s, mesh.rank)
     kv_heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     return Model(

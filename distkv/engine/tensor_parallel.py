@@ -124,9 +124,11 @@ class Sums:
     group: dist.ProcessGroup
     timeout_s: float = 30.0
     in_rank_order: bool = False
+    named: int | None = None
+    """What its errors call this rank: its number in the instance; None: that in ``group``."""
 
     def __call__(self, part: torch.Tensor) -> torch.Tensor:
-        return _sum(part, self.group, self.timeout_s, in_rank_order=self.in_rank_order)
+        return _sum(part, self.group, self.timeout_s, in_rank_order=self.in_rank_order, named=self.named)
 
 
 def reduce_outputs(model: nn.Module, sums: Sums) -> None:
@@ -143,7 +145,8 @@ def reduce_outputs(model: nn.Module, sums: Sums) -> None:
 
 
 def _sum(
-    out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, *, in_rank_order: bool = False
+    out: torch.Tensor, group: dist.ProcessGroup, timeout_s: float, *, in_rank_order: bool = False,
+    named: int | None = None,
 ) -> torch.Tensor:
     """The sum of every rank's ``out``, with the same bits on every rank.
 
@@ -162,7 +165,7 @@ def _sum(
         dist.all_reduce(out, group=group)
         return out
     parts = [out if peer == rank else torch.empty_like(out) for peer in range(size)]
-    with named_failures("a sum of the model", timeout_s, rank=rank):
+    with named_failures("a sum of the model", timeout_s, rank=rank if named is None else named):
         works = []
         for peer in range(size):
             if peer != rank:

@@ -56,6 +56,8 @@ class Ulysses:
     rank: int
     size: int
     timeout_s: float = 30.0
+    named: int | None = None
+    """What its errors call this rank: its number in the instance; None: that in ``group``."""
 
     def share(self, lengths: Sequence[int], keep: Sequence[int]) -> Share:
         """This rank's part in a batch of requests with so many rows each, of which the rows ``keep`` give logits."""
@@ -70,7 +72,8 @@ class Ulysses:
             # Enqueued, not waited for, as the sums of tensor_parallel are.
             dist.all_to_all_single(out, parts, group=self.group)
             return out
-        with named_failures("an all-to-all of the model", self.timeout_s, rank=dist.get_rank()):
+        named = self.rank if self.named is None else self.named
+        with named_failures("an all-to-all of the model", self.timeout_s, rank=named):
             work = dist.all_to_all_single(out, parts, group=self.group, async_op=True)
             assert work is not None
             work.wait(deadline(self.timeout_s))

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from distkv import cli
+from distkv._text import counted
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.errors import ConfigError, ModelError
 from distkv.inspection.check_config import agreed_digest
 from distkv.inspection.doctor import problems
 from distkv.inspection.machine import Machine, ask, findings
-from distkv.inspection.plan import make_plan, metadata_bytes_per_page
+from distkv.inspection.plan import make_plan, metadata_bytes_per_page, show
 from distkv.inspection.shape import read_shape
 
 GIB = 1 << 30
@@ -113,17 +114,21 @@ def test_bytes_are_those_of_the_heads_that_a_rank_has(tmp_path: Path) -> None:
     path = settings(tmp_path, "cache: {page_size: 16}\npool: {pages: 10, scratch_pages: 1}\n")
     shape = read_shape(str(tmp_path / "model"))
     totals = set()
-    for tp in (1, 2, 4):
-        path.write_text(path.read_text().split("parallel")[0] + f"parallel: {{tp: {tp}}}\n")
+    weights = {}
+    for tp, sp in ((1, 1), (1, 2), (2, 2), (2, 1), (4, 1)):
+        path.write_text(path.read_text().split("parallel")[0] + f"parallel: {{tp: {tp}, sp: {sp}}}\n")
         plan = make_plan(load(path, ServeConfig), shape, memory=GIB)
-        pool = KVPool(layers=4, pages=10, page_size=16, kv_heads=4 // tp, head_dim=8, dtype=torch.float32)
+        pool = KVPool(layers=4, pages=10, page_size=16, kv_heads=4 // (tp * sp), head_dim=8, dtype=torch.float32)
+        weights[tp, sp] = plan.weights_per_rank
+        assert (f"tp {tp} x sp {sp}, {counted(tp * sp, 'rank')} on one node" in show(plan)) == (sp > 1)
         assert plan.pool_per_rank == pool.data.numel() * 4
         assert plan.bytes_per_page == pool.bytes_per_page() == 16 * plan.bytes_per_token
-        assert plan.groups[0].kv_heads_per_rank == 4 // tp
-        assert plan.pool_per_node == tp * plan.pool_per_rank
+        assert plan.groups[0].kv_heads_per_rank == 4 // (tp * sp)
+        assert plan.pool_per_node == tp * sp * plan.pool_per_rank
         totals.add(plan.pool_of_all_ranks)
         assert (plan.tokens, plan.longest_request) == (144, 144)
     assert totals == {10 * 16 * 4 * 2 * 4 * 8 * 4}, "the whole model's KV does not depend on how it is split"
+    assert weights[2, 2] == weights[2, 1] < weights[1, 2] == weights[1, 1], "sp splits no weights"
     with pytest.raises(ConfigError, match="4, which is not a multiple of 3 nodes"):
         make_plan(load(path, ServeConfig), shape, nodes=3)
     spread = make_plan(load(path, ServeConfig), shape, nodes=2)
@@ -224,6 +229,7 @@ def test_a_question_that_hangs_or_dies_is_an_answer() -> None:
 
 @pytest.mark.parametrize(("text", "changes", "field", "words"), [
     ("parallel: {tp: 3}", {}, "model", "parallel.tp 3 does not divide"),
+    ("parallel: {tp: 2, sp: 4}", {}, "model", "parallel.tp 2 x sp 4 does not divide"),
     ("group: {transport: nccl}", {}, "group.transport", "needs a GPU"),
     ("group: {transport: mpi}", {}, "group.transport", "mpi4py is not installed"),
     ("pool: {pages: 10000000}", {}, "pool.pages", "pages take"),
