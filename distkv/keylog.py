@@ -100,13 +100,11 @@ class KeyLog:
             with memoryview(self.tokens) as view, view[first * size : end * size] as new:
                 keys += [key := hash64(page, key) for (page,) in naming.pages_of(new)]
             return key
-        extras = self.extras
-        for page in range(first, end):
-            at = page * size
-            covered = bytes(self.tokens[at : at + size + behind])
-            keys.append(key := hash64(covered, key))
-            extras[page] = covered[size:]
-        self.extra_pages += range(first, end)
+        pages, ends = range(first, end), range(size, (end - first + 1) * size, size)
+        data = bytes(self.tokens[first * size : end * size + behind])
+        keys += [key := hash64(data[at - size : at + behind], key) for at in ends]
+        self.extras.update(zip(pages, [data[at : at + behind] for at in ends], strict=True))
+        self.extra_pages += pages
         return key
 
     def _name_touched(self, page: int, key: int) -> int:
