@@ -10,7 +10,7 @@ import numpy as np
 
 from distkv.chain import KeyChain
 from distkv.entries import Match
-from distkv.errors import InvariantError, NoRoom
+from distkv.errors import NoRoom
 from distkv.host.copies import Copy
 from distkv.host.tier import HostTier
 from distkv.index import PrefixIndex
@@ -18,6 +18,7 @@ from distkv.keeping import KeepingIndex
 from distkv.pagelist import PageList
 from distkv.pages import Ids, PagePool, Pages, positions
 from distkv.policy import LeastRecent
+from distkv.recount import recount
 
 __all__ = ["MAIN", "CopyPage", "Ledger"]
 
@@ -307,41 +308,6 @@ class Ledger:
         else:
             self.index.clear()
 
-    # ---- checks
-
     def check(self, owned: AbstractSequence[Ids], reserved: int, reading: Iterable[int] = ()) -> None:
-        """Every invariant of this label, recounted from scratch. Raises InvariantError.
-
-        ``owned``: the pages of each sequence and of what retires; ``reserved``: the sum of what sequences say;
-        ``reading``: the host pages that a ballot in flight reads.
-        """
-        self.pool.check()
-        self.stock.check()
-        owners = np.zeros(self.pool.total, np.int32)
-        for pages in owned:
-            np.add.at(owners, pages, 1)
-        if self.tier is not None:
-            np.add.at(owners, np.array(self.tier.owned(), np.intp), 1)
-            self.tier.check(reading)
-        if not np.array_equal(owners, self.pool.owners):
-            wrong = np.flatnonzero(owners != self.pool.owners)
-            raise InvariantError(f"{self._name}pages {wrong.tolist()} have other owner counts than sequences that own "
-                                 "them")
-        if reserved != self.reserved:
-            raise InvariantError(f"{self._name}reserved says {self.reserved}, the sequences say {reserved}")
-        if self.room < 0:
-            raise InvariantError(f"{self._name}room is {self.room}: more pages are promised than there are")
-        reclaimable = int(np.count_nonzero(self.pool.cached()))
-        held = int(np.count_nonzero(self.pool.held()))
-        if self.pool.free + reclaimable + held + self.pool.live != self.pool.usable:
-            raise InvariantError(f"{self._name}free, cached, held and live pages do not sum to the pool")
-        if self.pool.free + reclaimable < self.reserved + self.tail_reserve:
-            raise InvariantError(f"{self._name}free and cached pages do not cover the reservations")
-        for page, sharers in self.tails.items():
-            if sharers < 2 or sharers != int(self.pool.owners[page]) or self.pool.indexed[page]:
-                raise InvariantError(f"{self._name}the tail in page {page} counts {sharers} owners, but the page has "
-                                     f"{int(self.pool.owners[page])}, or is indexed")
-
-    @property
-    def _name(self) -> str:
-        return "" if self.label == MAIN else f"label {self.label}: "
+        """Every invariant of this label, recounted from scratch; see :func:`distkv.recount.recount`."""
+        recount(self, owned, reserved, reading)

@@ -15,7 +15,8 @@ from distkv import errors
 
 PACKAGE = Path(distkv.__file__).parent
 SANS_IO = ["encoding", "keys", "keylog", "chain", "runs", "entries", "lookup", "index", "policy", "reasons", "pages",
-           "books", "sequence", "request", "ballot", "grid", "pagelist", "ledger", "window_index", "windows", "forks",
+           "books", "sequence", "request", "ballot", "grid", "pagelist", "ledger", "window_index", "windows", "recount",
+           "sequence_state", "rolling", "forks",
            "pending", "rows", "agreement", "lockstep", "stats", "errors", "table_buffers", "tables",
            "tiered", "keeping", "readin", "admission", "waiting", "preemption", "prefetch", "agreed", "host.copies",
            "host.pages", "host.tier", "host.layout", "slurm"]
@@ -28,7 +29,8 @@ LAYERS = [["keys", "encoding", "config", "label_config", "grid", "errors", "layo
            "_yaml", "memory", "_text", "slurm", "host.copies", "host.layout"], ["keylog", "host.budget"], ["chain"],
           ["pages", "faults"], ["runs", "host.pages"], ["host.tier"],
           ["entries", "policy", "reasons", "table_buffers"], ["lookup"], ["index"], ["tiered"], ["keeping"],
-          ["pagelist"], ["ledger", "window_index"], ["windows"], ["books"], ["readin"], ["request", "sequence"],
+          ["pagelist", "recount"], ["ledger", "window_index"], ["windows"], ["books"], ["readin"],
+          ["sequence_state"], ["rolling"], ["request", "sequence"],
           ["forks", "pending", "tables", "stats"], ["preemption"], ["rows"], ["ballot", "waiting"],
           ["admission", "prefetch"], ["agreed"], ["group", "agreement", "watchdog"],
           ["torch_group", "mpi_group", "start", "lockstep", "labels", "host.opening", "local_calls", "guarding"],
