@@ -92,12 +92,12 @@ class Sequence(RollingCalls):
         if new > 0:
             self.chain.extend_bytes(self._names[:new])
             del self._names[:new]
-        pages_in = self.chain.namer.naming.pages_in
-        filled = pages_in(end) > pages_in(self._committed)
-        self._committed = end
+        before, self._committed = self._committed, end
         self._books.note(Call.COMMIT, self._tag, n)
-        if filled and self._books.store_at_fill:
-            self._store()
+        if self._books.store_at_fill:
+            pages_in = self.chain.namer.naming.pages_in
+            if pages_in(end) > pages_in(before):
+                self._store()
         for pages in self.lists:
             if pages.ledger.windowed:
                 pages.slide(end)
