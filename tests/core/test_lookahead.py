@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distkv import Branch, LabelConfig, Message, PrefixCache, Request, Sequence, SequenceError, Span
+from distkv import Branch, GroupMismatch, LabelConfig, Message, PrefixCache, Request, Sequence, SequenceError, Span
 from distkv.chain import Namer
 from distkv.errors import RequestTooLarge
 from distkv.index import PrefixIndex
@@ -19,7 +19,7 @@ from distkv.pages import PagePool
 from distkv.reasons import Reason
 from distkv.testing import schedules, tier_schedules
 from distkv.testing.content import Content
-from distkv.testing.group import Disagreement
+from distkv.testing.group import Disagreement, SimulatedGroup
 from distkv.testing.plans import draw_configs
 from tests.core.helpers import EXAMPLES, FINGERPRINT, Kv, admit, config, prefill, request, serve, solo
 from tests.core.machine import OneRank, play
@@ -465,6 +465,12 @@ def run_group(seed: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (schedules, tier_schedules):
         monkeypatch.setattr(module, "Content", DraftContent)
     return (DraftTierSchedule if seed % 2 else DraftSchedule)(seed).run()
+
+
+def test_ranks_that_were_told_another_depth_do_not_start() -> None:
+    with pytest.raises(GroupMismatch) as found:
+        SimulatedGroup([config(next_token_depth=0), config(next_token_depth=1)], FINGERPRINT)
+    assert found.value.differences == {"cache.next_token_depth": ["0", "1"]}
 
 
 def test_random_schedules_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
