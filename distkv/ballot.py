@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -184,8 +185,9 @@ def decide(minimum: Vector, slots: Slots, asks: AbstractSequence[Ask],
         fields = [0] * slots.row_fields if void else minimum[at : at + slots.row_fields].tolist()
         at += slots.row_fields
         matched, restorable = agreed(fields, ask, slots.labels)
-        needs = tuple(max(0, need - min(live, restorable)) if live else need
-                      for need, live in zip(ask.needs, fields[2:], strict=False))
+        needs = ask.needs
+        if restorable:
+            needs = tuple(max(0, need - min(live, restorable)) for need, live in zip(needs, fields[2:], strict=False))
         short = _short(needs, rooms)
         if short > 0:
             return Decision(tuple(admitted), len(growths), short, rooms)
@@ -204,8 +206,9 @@ def agreed(fields: list[int], ask: Ask, labels: int) -> tuple[int, int]:
 
 
 def _short(needs: tuple[int, ...], rooms: tuple[int, ...]) -> int:
-    return max(need - room for need, room in zip(needs, rooms, strict=True))
+    short: int = max(map(sub, needs, rooms))
+    return short
 
 
 def _less(rooms: tuple[int, ...], needs: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(room - need for room, need in zip(rooms, needs, strict=True))
+    return tuple(map(sub, rooms, needs))

@@ -132,11 +132,15 @@ class Books(Ledger):
 
     def labels_of(self, names: AbstractSequence[str]) -> tuple[int, ...]:
         """The numbers of these labels, in the order of the configuration, with those that go with ``main``."""
+        if len(self.ledgers) == 1:
+            return (0,)
         return tuple(i for i, ledger in enumerate(self.ledgers)
                      if (MAIN in names if ledger.grid else ledger.label in names))
 
     def unknown_label(self, names: AbstractSequence[str]) -> str | None:
         """The first of these names that a request cannot ask for."""
+        if len(names) == 1 and names[0] == MAIN:
+            return None
         known = {ledger.label for ledger in self.ledgers if not ledger.grid}
         return next((name for name in names if name not in known), None)
 

@@ -73,14 +73,12 @@ class PageList:
             return self.pages[self.first : end]
         return np.concatenate([self.pages[: self.protected], self.pages[self.first : end]])
 
-    def open(self, end: int) -> None:
-        """The opened tokens fill positions up to ``end``; what is short is taken out of the reservation."""
+    def take(self, end: int) -> None:
+        """It owns pages up to position ``end`` afterwards, which it does not yet, out of its reservation."""
         more = end - self.owned
-        if more > 0:
-            self.pages[self.owned : end] = self.ledger.take(more)
-            self.owned = end
-            self.reserved -= more
-        self.filled = end
+        self.pages[self.owned : end] = self.ledger.take(more)
+        self.owned = end
+        self.reserved -= more
 
     def own_tail(self) -> None:
         """The last, partly filled page is about to be written: it is this sequence's alone afterwards."""
@@ -88,7 +86,21 @@ class PageList:
             page = int(self.pages[self.tail])
             if page in self.ledger.tails:
                 self.pages[self.tail] = self.ledger.write_tail(page)
-            self.tail = -1
+            at, self.tail = self.tail, -1
+            if at < self.protected:
+                self.ledger.protect(self.pages[at : at + 1])
+
+    def protect(self, end: int) -> None:
+        """The pages in front of position ``end`` are not given up before the end: see :attr:`protected`."""
+        if end > self.protected:
+            self.ledger.protect(self.pages[self.protected : min(end, self.tail) if self.tail >= 0 else end])
+            self.protected = end
+
+    @property
+    def _protected(self) -> Pages:
+        """The protected pages that the ledger counts as such. While a tail is shared each of its owners may have to
+        copy it, so it counts for each of them and is spared for none."""
+        return self.pages[: min(self.protected, self.tail) if self.tail >= 0 else self.protected]
 
     def shared(self, total: int, end: int) -> PageList:
         """The page table of a fork of ``total`` pages, which shares the pages in front of position ``end``.
@@ -98,17 +110,19 @@ class PageList:
         ledger, pages = self.ledger, self._between(end)
         ledger.pool.own(pages)
         made = PageList(ledger, total, self.pages[:end], protected=self.protected)
-        made.first = self.first
+        made.first, made.tail = self.first, self.tail
         made.reserved = ledger.promised_for(total) - len(pages)
         made.stored = min(self.stored, end)
         ledger.promise(made.reserved)
-        ledger.protect(self.pages[: self.protected])
+        ledger.protect(self._protected)
         return made
 
     def share_tail(self, at: int, others: Sequence[PageList]) -> None:
         """The page at position ``at``, partly filled, is shared with these forks until somebody writes to it."""
         self.ledger.share_tail(int(self.pages[at]), len(others))
         for pages in (self, *others):
+            if pages.tail < 0 and at < pages.protected:
+                self.ledger.unprotect(pages.pages[at : at + 1])
             pages.tail = at
 
     def keep(self, end: int) -> tuple[Ids, int]:
@@ -152,10 +166,10 @@ class PageList:
     def leave(self) -> tuple[Ids, int]:
         """The sequence leaves: its pages, of which the caller gives back one owner each, and its reservation."""
         held = self.held
+        self.ledger.unprotect(self._protected)
         if self.tail >= 0 and (page := int(self.pages[self.tail])) in self.ledger.tails:
             self.ledger.leave_tail(page)
         self.tail = -1
-        self.ledger.unprotect(self.pages[: self.protected])
         reserved, self.reserved = self.reserved, 0
         self.first = self.protected = self.filled = self.owned = 0
         return held, reserved

@@ -38,7 +38,9 @@ class Pending:
         """The queue's entry for a new request, whose prompt ``chain`` names and whose labels there are."""
         total = books.total(len(chain) + request.output_limit)
         labels = books.labels_of(request.labels)
-        needs = tuple(ledger.promised_for(total) if i in labels else 0 for i, ledger in enumerate(books.ledgers))
+        needs: tuple[int, ...] = (total,)
+        if len(books.ledgers) > 1:
+            needs = tuple(ledger.promised_for(total) if i in labels else 0 for i, ledger in enumerate(books.ledgers))
         return cls(request, chain, total, tag_of(request.id), labels, needs)
 
     def note(self, books: Books) -> None:

@@ -44,8 +44,7 @@ class Sequence(RollingCalls):
         """
         self._must_run("open", n)
         if self.forking:
-            raise SequenceError(f"sequence {self.id!r} waits for its fork, which is to begin where it is now; open "
-                                "again when a step has told of the children")
+            self._must_not_fork()
         if n < 1:
             raise SequenceError(f"open needs at least 1 token, not {n}")
         end = self._opened + n
@@ -56,8 +55,9 @@ class Sequence(RollingCalls):
         for pages in self.lists:
             if pages.tail >= 0:
                 pages.own_tail()
-        for pages in self.lists:
-            pages.open(filled)
+            if filled > pages.owned:
+                pages.take(filled)
+            pages.filled = filled
         start, self._opened = self._opened, end
         self._books.note(Call.OPEN, self._tag, n)
         return self.slots(start, end)
@@ -98,9 +98,8 @@ class Sequence(RollingCalls):
             pages_in = self.chain.namer.naming.pages_in
             if pages_in(end) > pages_in(before):
                 self._store()
-        for pages in self.lists:
-            if pages.ledger.windowed:
-                pages.slide(end)
+        for pages in self._sliding:
+            pages.slide(end)
 
     def truncate(self, n: int) -> None:
         """Takes back the last ``n`` opened tokens, their slots and (behind the prompt) their names.
@@ -141,10 +140,14 @@ class Sequence(RollingCalls):
     def keep(self) -> None:
         """Ends the request and keeps its committed prefix, a partly filled last page included, to be forked later.
 
-        Its full pages are stored, as by :meth:`finish`; what was reserved is given back. The prefix stays until
-        :meth:`abort`, or a reset of the device or new weights. It is in ``PrefixCache.kept`` by its id.
+        Its full pages are stored, as by :meth:`finish`; what was reserved is given back. The prefix stays, and its
+        pages live, until :meth:`abort`, or a reset of the device or new weights. It is in ``PrefixCache.kept`` by its
+        id. Raises SequenceError if such a reset came since its admission: requests to come must not go on from it.
         """
         self._must_run("keep")
+        if self.epoch != self._books.epoch:
+            raise SequenceError(f"sequence {self.id!r} cannot be kept: a reset or new weights came since its admission; "
+                                "finish it")
         if self._opened != self._committed:
             raise SequenceError(f"sequence {self.id!r} cannot be kept: {self._opened - self._committed} of its tokens "
                                 "are opened and not committed; commit or truncate them first")
@@ -152,9 +155,13 @@ class Sequence(RollingCalls):
         self._store()
         self.ended = "kept"
         self.forking = False
+        self._give_up_promises()
+        self._owner._ended(self)
+
+    def _give_up_promises(self) -> None:
+        """What no fork would share is given back: reservations, and pages behind the committed tokens."""
         for pages in self.lists:
             self._books.release(*pages.keep(-(-self._committed // self._books.page_size)), pages.ledger)
-        self._owner._ended(self)
 
     # ---- the end
 
@@ -228,7 +235,17 @@ class Sequence(RollingCalls):
             pages.ledger.store_all(pages, self.chain, full, self._main)
 
     def _end(self, how: str) -> None:
+        self.parked = self._owner._forks_in_flight(self)
         self.ended = how
+        if self.parked:
+            self._give_up_promises()
+        else:
+            self._leave()
+        self._owner._ended(self)
+
+    def _leave(self) -> None:
+        """Gives back all its pages."""
+        self.parked = False
         read_in, self.read_in = self.read_in, None
         writing = {}
         if read_in is not None:
@@ -237,4 +254,3 @@ class Sequence(RollingCalls):
             held, reserved = pages.leave()
             copies = writing.get(pages.ledger.label)
             self._books.release(held[~np.isin(held, copies)] if copies else held, reserved, pages.ledger)
-        self._owner._ended(self)

@@ -32,6 +32,7 @@ class Lifecycle(Protocol):
     """Who a sequence belongs to: told of its end, and asked for forks."""
 
     def _ended(self, sequence: Sequence) -> None: ...
+    def _forks_in_flight(self, sequence: Sequence) -> bool: ...
     def fork(self, parent: Sequence, branches: int | AbstractSequence[Branch], *,
              wait: bool) -> tuple[Sequence, ...]: ...
 
@@ -63,13 +64,16 @@ class SequenceState:
         self.prefix_epoch = 0
         """Grows when pages in the middle were given up: tables and lengths that were made before are of no use."""
         self.forking = False
-        """It waits for a fork, and opens nothing meanwhile."""
+        """It waits for a fork, and opens and gives up nothing meanwhile."""
+        self.parked = False
+        """It has ended while the ballot in flight counts on its pages, for a fork: they are its own until that ends."""
         self.to_resume: Request | None = None
         """Of a suspended sequence: the request that goes on from here."""
         self._books = books
         self._owner = owner
         self._tag = tag_of(request.id)
         self._main = lists[0]
+        self._sliding = tuple(pages for pages in lists if pages.ledger.grid) if len(lists) > 1 else ()
         self._opened = self._committed = cached
         self._names = bytearray()  # ids behind the chain's end that are named and not committed
 
@@ -165,6 +169,12 @@ class SequenceState:
             return np.arange(shift + start, shift + stop, dtype=np.int64)
         slots = pages.pages[first:last, None] * np.int64(size) + np.arange(size)
         return slots.reshape(-1)[start - first * size : stop - first * size]
+
+    def _must_not_fork(self) -> None:
+        """Ranks may be told of the fork before or after another call: it has to begin with the same pages on all."""
+        if self.forking:
+            raise SequenceError(f"sequence {self.id!r} waits for its fork, which is to begin where it is now; call "
+                                "again when a step has told of the children")
 
     def _must_run(self, call: str, count: object = 0, *, reading: bool = False) -> None:
         if not isinstance(count, (int, np.integer)):
