@@ -10,6 +10,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from distkv.books import Books, Call, Scope
 from distkv.chain import KeyChain
 from distkv.encoding import encode
@@ -45,6 +47,8 @@ class Agreed:
         """Those of the running that are being read in, in order of admission."""
         self.kept: dict[str, Sequence] = {}
         """Prefixes that no request runs on, kept to be forked."""
+        self.parked: list[Sequence] = []
+        """Ended ones that the ballot in flight may still fork."""
         self.preemption = Preemption(books)
         self.counters = Counters()
         self.reasons: Counter[Reason] = Counter()
@@ -101,8 +105,8 @@ class Agreed:
 
     def fork(self, parent: Sequence, branches: int | Seq[Branch], *, wait: bool) -> tuple[Sequence, ...]:
         """See :meth:`distkv.sequence.Sequence.fork`."""
-        if isinstance(branches, int):
-            branches = default_branches(parent, branches, self._taken)
+        if isinstance(branches, (int, np.integer)) and not isinstance(branches, bool):
+            branches = default_branches(parent, int(branches), self._taken)
         fork = Fork.of(parent, branches, self.books)
         names = [request.id for request in fork.requests]
         if not names or parent.forking:
@@ -114,12 +118,14 @@ class Agreed:
         what = f"forking sequence {parent.id!r} into {len(names)}"
         growth = Growth(parent, self._needs(fork.needs), fork=fork)
         if wait:
-            self._must_ever_fit({pages.ledger.label: pages.promised + fork.needs[pages.ledger.label]
-                                 for pages in parent.lists}, what)
+            asked = self.preemption.asked_by(parent)  # which is served before
+            self._must_ever_fit({pages.ledger.label: pages.promised + pages.growth(asked)
+                                 + fork.needs[pages.ledger.label] for pages in parent.lists}, what)
         later = wait and (self.preemption.growing or self._short(growth.needs) > 0)
         if not later:
             self._must_fit(growth.needs, what)
-        self.books.note(Call.FORK, parent._tag, len(names), later, data=data_of(fork))
+        # Whether a ballot is in flight: children run from now on, ahead of what it admits.
+        self.books.note(Call.FORK, parent._tag, len(names), later, self.ballot is not None, data=data_of(fork))
         if later:
             parent.forking = True
             self.preemption.later(growth)
@@ -138,14 +144,13 @@ class Agreed:
     @property
     def _taken(self) -> Set[str]:
         """Names that no new request or fork may have."""
-        forks = [growth.fork for growth in self.preemption.asked() if growth.fork is not None]
-        return {*self.queue.ids, *self.running, *self.kept, *self.preemption.suspended,
-                *(request.id for fork in forks for request in fork.requests)}
+        return {*self.queue.ids, *self.running, *self.kept, *self.preemption.suspended, *self.preemption.names}
 
     def forget_waiting(self) -> None:
         """Nothing waits any more, on this rank: for closing."""
         self.queue.clear()
         self.preemption.clear()
+        self._let_parked_go()
 
     def next_epoch(self, weights_version: str | None, scope: Scope = "all") -> None:
         """A reset, or with a version a weights bump: matches of the ballot in flight count 0 at commit.
@@ -240,7 +245,7 @@ class Agreed:
             if need > smallest:
                 return RequestTooLarge(request_id, need, smallest, None if ledger.label == MAIN else ledger.label)
         taken = (request_id in self.queue or request_id in self.running or request_id in self.preemption.suspended
-                 or request_id in self.kept or (self.preemption.growing and request_id in self._taken))
+                 or request_id in self.kept or request_id in self.preemption.names)
         return DuplicateRequest(request_id) if taken else None
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
@@ -267,7 +272,21 @@ class Agreed:
         self.reasons[record.reason] += 1
         return sequence
 
+    def _forks_in_flight(self, sequence: Sequence) -> bool:
+        """Whether the ballot in flight decides on a fork of this one. Its pages then stay until that has ended: a rank
+        may hear of its end before or after the fork was made."""
+        return self.ballot is not None and any(growth.fork is not None and growth.sequence is sequence
+                                               for growth in self.ballot.growths)
+
+    def _let_parked_go(self) -> None:
+        """What the ballot counted on for forks goes: they are made, or never will be."""
+        parked, self.parked = self.parked, []
+        for sequence in parked:
+            sequence._leave()
+
     def _ended(self, sequence: Sequence) -> None:
+        if sequence.parked:
+            self.parked.append(sequence)
         if self.kept.get(sequence.id) is sequence:
             del self.kept[sequence.id]
             return

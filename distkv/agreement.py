@@ -62,6 +62,7 @@ class Agreement(Agreed):
         if self._began:
             raise SequenceError("begin_step was called twice; end_step comes in between")
         self._began = True
+        self.preemption.begin()
         self.books.step += 1
         self.counters.steps += 1
         vector = self._to_send(self._filled(message))
@@ -156,6 +157,8 @@ class Agreement(Agreed):
         if self.ballot is not None:
             self.ballot.let_go()
             self.ballot = None
+        if self.parked:
+            self._let_parked_go()
         self.queue.end_of_step()
 
     # ---- inside
@@ -183,7 +186,7 @@ class Agreement(Agreed):
             self.queue.admitted(row.pending)
         self.queue.drop_aborted()
         ready = self._read_in(ballot, minimum)
-        grown, forked = self._grow(ballot.growths[: decision.grown]) if decision.grown else ((), ())
+        grown, forked = self._grow(ballot.growths[: decision.grown], void) if decision.grown else ((), ())
         for grant in grants:
             sequence = grant.sequence(self.books, void, self)
             self.running[sequence.id] = sequence
@@ -218,8 +221,13 @@ class Agreement(Agreed):
         windowed = self.slots.boundaries and any(self.books.ledgers[i].grid for i in pending.labels)
         return Ask(pending.needs, Grid(pending.limit, self.slots.boundaries) if windowed else None)
 
-    def _grow(self, growths: tuple[Growth, ...]) -> tuple[tuple[Sequence, ...], tuple[Forked, ...]]:
-        """What running sequences asked for is theirs. Returns those that have grown, and the forks."""
+    def _grow(self, growths: tuple[Growth, ...], void: bool) -> tuple[tuple[Sequence, ...], tuple[Forked, ...]]:
+        """What running sequences asked for is theirs. Returns those that have grown, and the forks.
+
+        Forks wait for the next step if a reset or new weights came since begin (``void``): what ended in it is gone.
+        """
+        if void:
+            growths = tuple(growth for growth in growths if growth.fork is None)
         grown: list[Sequence] = []
         forked: list[Forked] = []
         for growth in self.preemption.granted(growths):

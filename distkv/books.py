@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, Protocol, get_args
 
@@ -15,7 +16,7 @@ from distkv.chain import KeyChain, Namer
 from distkv.host.tier import HostTier
 from distkv.keys import roll
 from distkv.ledger import MAIN, CopyPage, Ledger
-from distkv.pagelist import PageList
+from distkv.pagelist import NO_PAGES, PageList
 from distkv.pages import Ids, PagePool
 
 
@@ -62,6 +63,19 @@ class Owner(Protocol):
     def lists(self) -> tuple[PageList, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Retiring:
+    """Pages with an owner until the passes of a step have retired."""
+
+    step: int
+    ledger: Ledger
+    pages: Ids
+    protected: Ids = NO_PAGES
+    """Those of them that are protected until then."""
+    of: PageList | None = None
+    """Who gave them up and runs on."""
+
+
 class Books(Ledger):
     """The state of one rank that sequences and the agreement share. Owns a ledger for each label, and the digest.
 
@@ -87,7 +101,7 @@ class Books(Ledger):
         """Matches of an earlier one do not count: entries left, in a reset of either tier or for new weights."""
         self.step = 0
         self.digest = 0
-        self._retiring: deque[tuple[int, Ledger, Ids]] = deque()
+        self._retiring: deque[_Retiring] = deque()
         self._last: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_REMEMBERED)
         self._remember = self._last.append
         self.lockstep = lockstep
@@ -116,7 +130,7 @@ class Books(Ledger):
         """
         self.note(Call.STATE, self.step, self.epoch, len(self._retiring))
         for ledger in self.ledgers:
-            pool, index = ledger.pool, ledger.index
+            pool, index = ledger.pool, ledger.stock
             self.note(Call.STATE, ledger.reserved, len(index), index.stored, index.evicted, index.cascades,
                       index.collisions, index.recency.clock)
             for pages in (pool.owners, pool.holds, pool.indexed, index.recency.stamp, pool.free_ids()):
@@ -153,27 +167,37 @@ class Books(Ledger):
         for ledger in self.ledgers:
             ledger.prefill_s_per_token = mean
 
-    def release(self, pages: Ids, reserved: int, ledger: Ledger | None = None) -> None:
+    def release(self, pages: Ids, reserved: int, ledger: Ledger | None = None, protected: Ids = NO_PAGES) -> None:
         """A sequence leaves: its reservation ends now, its pages when the forwards that use them have retired.
 
-        ``ledger``: of the label (None: the first).
+        ``ledger``: of the label (None: the first). ``protected``: those that it protects, until then.
         """
         ledger = ledger if ledger is not None else self
         ledger.reserved -= reserved
         if self.asynchronous:
-            self._retiring.append((self.step, ledger, pages.copy()))
+            self._retiring.append(_Retiring(self.step, ledger, pages.copy(), protected))
         else:
+            ledger.unprotect(protected)
             ledger.free(pages)
+
+    def give_up(self, pages: Ids, of: PageList) -> None:
+        """A running sequence has given these pages up, see :meth:`distkv.pagelist.PageList.release`: they are free, and
+        promised to it again, when the forwards that use them have retired."""
+        if self.asynchronous:
+            self._retiring.append(_Retiring(self.step, of.ledger, pages, of=of))
+        else:
+            of.came_back(len(pages))
+            of.ledger.free(pages)
 
     @property
     def retiring_sequences(self) -> int:
         """Ended sequences whose pages wait for passes to retire."""
-        return sum(ledger is self for _, ledger, _ in self._retiring)
+        return sum(each.ledger is self for each in self._retiring)
 
     @property
     def retiring(self) -> int:
         """Pages that are live for passes that have not retired, and for nothing else. O(pages) if there are any."""
-        mine = [pages for _, ledger, pages in self._retiring if ledger is self]
+        mine = [each.pages for each in self._retiring if each.ledger is self]
         if not mine:
             return 0
         waiting = np.bincount(np.concatenate(mine), minlength=self.pool.total)
@@ -188,9 +212,12 @@ class Books(Ledger):
         """All forwards launched up to step ``step`` have ended."""
         if self.lockstep and self.asynchronous:
             self.note(Call.RETIRED, step)
-        while self._retiring and self._retiring[0][0] <= step:
-            _, ledger, pages = self._retiring.popleft()
-            ledger.free(pages)
+        while self._retiring and self._retiring[0].step <= step:
+            each = self._retiring.popleft()
+            each.ledger.unprotect(each.protected)
+            if each.of is not None:
+                each.of.came_back(len(each.pages))
+            each.ledger.free(each.pages)
 
     def next_epoch(self, weights_version: str | None, scope: Scope = "all") -> None:
         """Empties the indexes, of one tier or of both. Pages with owners, holds or readers stay with them.
@@ -213,5 +240,8 @@ class Books(Ledger):
         lists = [pages for sequence in sequences for pages in sequence.lists]
         for ledger in self.ledgers:
             mine = [pages for pages in lists if pages.ledger is ledger]
-            owned = [pages.held for pages in mine] + [p for _, other, p in self._retiring if other is ledger]
-            ledger.check(owned, sum(pages.reserved for pages in mine), (reading or {}).get(ledger.label, ()))
+            retiring = [each for each in self._retiring if each.ledger is ledger]
+            owned = [pages.held for pages in mine] + [each.pages for each in retiring]
+            ledger.check_protected([pages.guarded for pages in mine] + [each.protected for each in retiring])
+            ledger.check(owned, sum(pages.reserved for pages in mine), (reading or {}).get(ledger.label, ()),
+                         tails=[int(pages.pages[pages.tail]) for pages in mine if pages.tail >= 0])

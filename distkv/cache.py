@@ -70,12 +70,11 @@ class PrefixCache(LocalCalls, Guarding):
         usable = [pool.usable for pool in pools.values()]
         start = meet(self._group, config, namer, usable, host=ask_of(config, kvs, engines))
         tiers = open_on_all(self._group, start, lambda: open_tiers(config, start, pools, kvs, engines))
-        copying = labels.copier(kvs, copy_page)
         try:
-            self._books = Books(pools[MAIN], namer, tier=tiers.get(MAIN), copy_page=copying,
+            self._books = Books(pools[MAIN], namer, tier=tiers.get(MAIN), copy_page=labels.copier(MAIN, kvs, copy_page),
                                 store_at_fill=cache.index_on == "fill", asynchronous=cache.asynchronous,
                                 lockstep=cache.agreement == "lockstep",
-                                others=labels.ledgers(config, pools, tiers, copying),
+                                others=labels.ledgers(config, pools, tiers, kvs, copy_page),
                                 lookahead_tokens=cache.lookahead_tokens)
         except BaseException:
             for tier in tiers.values():

@@ -13,7 +13,7 @@ import numpy as np
 
 from distkv.books import Books
 from distkv.encoding import encode
-from distkv.errors import RequestError, SequenceError
+from distkv.errors import KeyNamingError, RequestError, SequenceError
 from distkv.keys import token_bytes
 from distkv.reasons import Reason
 from distkv.request import Request, RequestRecord
@@ -31,7 +31,8 @@ class Branch:
     suffix: object = ()
     """Token ids behind what its parent has committed, which it is to compute; see :func:`distkv.keys.token_bytes`."""
     output_limit: int | None = None
-    """Most tokens that may be generated behind them. None: what its parent could still have generated."""
+    """Most tokens that may be generated behind them. None: what is left of its parent's own limit, without what the
+    parent has grown by."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,7 @@ class Fork:
     """Pages by label, for all children together."""
 
     @classmethod
-    def of(cls, parent: Sequence, branches: Iterable[Branch], books: Books) -> Fork:
+    def of(cls, parent: Sequence, branches: object, books: Books) -> Fork:
         """Raises SequenceError for a parent that cannot be forked now, RequestError for a wrong branch."""
         committed, size = parent.committed, books.page_size
         tokens = shared_tokens(parent)
@@ -59,6 +60,8 @@ class Fork:
             raise SequenceError(f"sequence {parent.id!r} cannot be forked: its last page is partly filled and will "
                                 "have to be copied, and the cache was given nothing to copy pages with; pass kv= or "
                                 "copy_page= to PrefixCache")
+        if not isinstance(branches, Iterable):
+            raise _no_branch(parent, branches)
         requests = tuple(_request(parent, branch) for branch in branches)
         totals = [books.total(len(request.chain) + request.output_limit) for request in requests]
         shared = -(-tokens // size)
@@ -98,12 +101,19 @@ def shared_tokens(parent: Sequence) -> int:
     return naming.page_size * naming.pages_in(parent.committed) if naming.next_token_depth else parent.committed
 
 
+def _no_branch(parent: Sequence, given: object) -> RequestError:
+    return RequestError(parent.id, f"a fork takes a number of children or distkv.Branch objects, not {given!r:.100}")
+
+
 def _request(parent: Sequence, branch: object) -> Request:
     """The request that a child runs on."""
     if not isinstance(branch, Branch):
-        raise RequestError(parent.id, "a fork takes a number of children or distkv.Branch objects, not "
-                                      f"{branch!r:.100}")
-    chain = parent.chain.branch(parent.committed)
+        raise _no_branch(parent, branch)
+    try:
+        chain = parent.chain.branch(parent.committed)
+    except KeyNamingError as error:  # in the midst of a media item, all of which its first half depends on
+        raise SequenceError(f"sequence {parent.id!r} cannot be forked: its {parent.committed} committed tokens end "
+                            f"inside a span ({error}); commit the rest of it first") from error
     suffix = bytes(token_bytes(branch.suffix))
     chain.extend_bytes(suffix)
     limit = branch.output_limit

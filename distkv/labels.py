@@ -43,9 +43,10 @@ def pools(config: Config) -> dict[str, PagePool]:
 
 
 def ledgers(config: Config, pools: Mapping[str, PagePool], tiers: Mapping[str, HostTier],
-            copy_page: CopyPage | None) -> list[Ledger]:
-    """The ledgers of the labels beside ``main``."""
-    return [_ledger(config, label, pools[label.name], tiers.get(label.name), copy_page) for label in in_order(config)]
+            kvs: Mapping[str, PagedKV], copy_page: CopyPage | None) -> list[Ledger]:
+    """The ledgers of the labels beside ``main``; of ``kvs`` and ``copy_page`` see :func:`copier`."""
+    return [_ledger(config, label, pools[label.name], tiers.get(label.name), copier(label.name, kvs, copy_page))
+            for label in in_order(config)]
 
 
 def _ledger(config: Config, label: LabelConfig, pool: PagePool, tier: HostTier | None,
@@ -59,9 +60,9 @@ def _ledger(config: Config, label: LabelConfig, pool: PagePool, tier: HostTier |
                 chunk=label.chunk_tokens or size, tier=tier, copy_page=copy_page)
 
 
-def copier(kvs: Mapping[str, PagedKV], given: CopyPage | None) -> CopyPage | None:
-    """What copies a page: ``given``, else the memory of the labels; None if there is neither."""
-    if given is not None or not kvs:
+def copier(label: str, kvs: Mapping[str, PagedKV], given: CopyPage | None) -> CopyPage | None:
+    """What copies a page of this label: ``given``, else its memory; None if there is neither."""
+    if given is not None or label not in kvs:
         return given
 
     def copy_page(label: str, source: int, target: int) -> None:

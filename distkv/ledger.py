@@ -129,6 +129,9 @@ class Ledger:
     def unprotect(self, pages: Ids) -> None:
         """One less."""
 
+    def check_protected(self, pages: AbstractSequence[Ids]) -> None:
+        """What is protected, by all who protect pages. Raises InvariantError if that is counted otherwise."""
+
     # ---- looking
 
     def match(self, chain: KeyChain, limit: int) -> Match:
@@ -184,6 +187,10 @@ class Ledger:
     def hold(self, pages: Ids) -> None:
         """Keeps matched pages from eviction until ``unhold``."""
         self.pool.hold(pages)
+
+    def to_hold(self, pages: Ids) -> int:
+        """How much of the room holding these pages takes: nothing for those that are live, or held already."""
+        return self.pool.new_held(pages)
 
     def unhold(self, pages: Ids) -> None:
         """Lets go of held pages; those that nobody else has may be evicted again."""
@@ -308,6 +315,7 @@ class Ledger:
         else:
             self.index.clear()
 
-    def check(self, owned: AbstractSequence[Ids], reserved: int, reading: Iterable[int] = ()) -> None:
+    def check(self, owned: AbstractSequence[Ids], reserved: int, reading: Iterable[int] = (),
+              tails: AbstractSequence[int] = ()) -> None:
         """Every invariant of this label, recounted from scratch; see :func:`distkv.recount.recount`."""
-        recount(self, owned, reserved, reading)
+        recount(self, owned, reserved, reading, tails)

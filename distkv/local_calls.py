@@ -85,7 +85,8 @@ class LocalCalls:
     def check(self) -> None:
         """Recounts every invariant from scratch; O(pages). Raises InvariantError."""
         ballot = self._agreement.ballot
-        self._books.check_all([*self._agreement.running.values(), *self._agreement.kept.values()],
+        agreed = self._agreement
+        self._books.check_all([*agreed.running.values(), *agreed.kept.values(), *agreed.parked],
                               ballot.reading if ballot is not None else None)
         if ballot is None and any(ledger.pool.holds.any() for ledger in self._books.ledgers):
             raise InvariantError("pages are held although no ballot is in flight")

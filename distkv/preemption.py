@@ -29,7 +29,8 @@ class Growth:
     @property
     def wanted(self) -> bool:
         """Whether it is still of use to somebody."""
-        return not self.sequence.ended or (self.fork is not None and self.sequence.ended == "kept")
+        sequence = self.sequence
+        return not sequence.ended or (self.fork is not None and (sequence.ended == "kept" or sequence.parked))
 
 
 class Preemption:
@@ -48,8 +49,18 @@ class Preemption:
 
     def asked(self) -> tuple[Growth, ...]:
         """What running sequences wait for, in order of asking."""
-        self._growing = [growth for growth in self._growing if growth.wanted]
-        return tuple(self._growing)
+        return tuple(growth for growth in self._growing if growth.wanted)
+
+    def begin(self) -> None:
+        """A step begins: what nobody wants any more is forgotten. Until then the names of its forks stay taken,
+        because a rank may hear of the end of a parent before or after its fork was made."""
+        if self._growing:
+            self._growing = [growth for growth in self._growing if growth.wanted]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the children of forks that wait."""
+        return [request.id for growth in self._growing if growth.fork is not None for request in growth.fork.requests]
 
     def asked_by(self, sequence: Sequence) -> int:
         """Pages by which this one waits to grow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["recount"]
 
 
-def recount(ledger: Ledger, owned: Sequence[Ids], reserved: int, reading: Iterable[int]) -> None:
+def recount(ledger: Ledger, owned: Sequence[Ids], reserved: int, reading: Iterable[int],
+            tails: Sequence[int]) -> None:
     """Every invariant of one label. Raises InvariantError.
 
     ``owned``: the pages of each sequence and of what retires; ``reserved``: the sum of what sequences say;
-    ``reading``: the host pages that a ballot in flight reads.
+    ``reading``: the host pages that a ballot in flight reads; ``tails``: the pages that sequences share as a tail.
     """
     name = "" if ledger.label == "main" else f"label {ledger.label}: "
     ledger.pool.check()
@@ -45,8 +47,11 @@ def recount(ledger: Ledger, owned: Sequence[Ids], reserved: int, reading: Iterab
         raise InvariantError(f"{name}free, cached, held and live pages do not sum to the pool")
     if ledger.pool.free + reclaimable < ledger.reserved + ledger.tail_reserve:
         raise InvariantError(f"{name}free and cached pages do not cover the reservations")
+    sharing = {page: n for page, n in Counter(tails).items() if n > 1}  # one: the others have left it
+    if sharing != ledger.tails:
+        raise InvariantError(f"{name}shared tails are counted as {ledger.tails}, the sequences say {sharing}")
     for page, sharers in ledger.tails.items():
         owners_of = int(ledger.pool.owners[page])  # more, while passes of ended ones have not retired
-        if sharers < 2 or sharers > owners_of or ledger.pool.indexed[page]:
+        if sharers > owners_of or ledger.pool.indexed[page]:
             raise InvariantError(f"{name}the tail in page {page} counts {sharers} owners, but the page has "
                                  f"{owners_of}, or is indexed")

@@ -22,6 +22,7 @@ class RollingCalls(SequenceState):
         more than the window has place for.
         """
         self._must_run("protect_prefix", n)
+        self._must_not_fork()
         end = -(-n // self._books.page_size)
         if not 0 <= n <= self._committed:
             raise SequenceError(f"sequence {self.id!r} cannot protect {n} tokens: {self._committed} are committed")
@@ -34,29 +35,33 @@ class RollingCalls(SequenceState):
                 raise SequenceError(f"sequence {self.id!r} cannot protect {n} tokens of label {ledger.label!r}: its "
                                     f"window has {ledger.most} pages, and one has to be left to write to")
         self._books.note(Call.PROTECT, self._tag, n)
-        for pages, ledger in rolling:
-            if end > pages.protected:
-                ledger.protect(pages.pages[pages.protected : end])
-                pages.protected = end
+        for pages, _ in rolling:
+            pages.protect(end)
 
     def release_oldest(self, n: int) -> int:
         """Gives up the pages of the oldest ``n`` tokens behind the protected prefix, in every rolling label.
 
-        Whole pages only, and committed tokens only; so less than a page may be given up later. Each page loses this
-        sequence as an owner: one that others have stays with them. What is behind the first released token is not
+        Whole pages only, and committed tokens only; what is less than a page counts with the next call. Each page loses
+        this sequence as an owner: one that others have stays with them. What is behind the first released token is not
         stored. Returns how many tokens were given up, in pages: positions stay what they are, and attention sees the
         protected prefix and what is left. :attr:`prefix_epoch` grows if any was.
         """
         self._must_run("release_oldest", n)
+        self._must_not_fork()
         if n < 0:
             raise SequenceError(f"sequence {self.id!r} cannot release {n} tokens")
         size, rolling = self._books.page_size, self._rolling("release_oldest")
-        released = 0
+        released = left = 0
         self._books.note(Call.RELEASE, self._tag, n)
         for pages, _ in rolling:
             begin = max(pages.first, pages.protected)
-            end = min(begin + n // size, self._committed // size)
-            released = max(released, pages.release(end) * size)
+            end = min(begin + (self._to_release + n) // size, self._committed // size)
+            gone = pages.release(end)
+            if len(gone):
+                self._books.give_up(gone, pages)
+            released = max(released, len(gone) * size)
+            left = max(0, self._committed - max(begin, end) * size)
+        self._to_release = min(self._to_release + n - released, left)
         self.prefix_epoch += bool(released)
         return released
 

@@ -69,7 +69,8 @@ class Sequence(RollingCalls):
         ahead = f" + lookahead {lookahead}" if lookahead else ""
         if not pages.ledger.windowed:
             return SequenceError(f"{text} (prompt {self.prompt_tokens} + limit {self.request.output_limit}{ahead})")
-        return SequenceError(f"{text} of label {pages.ledger.label!r}; {pages.ledger.remedy}")
+        waiting = f" ({pages.retiring} more when their passes have retired)" if pages.retiring else ""
+        return SequenceError(f"{text} of label {pages.ledger.label!r}{waiting}; {pages.ledger.remedy}")
 
     def append(self, ids: object) -> None:
         """Names the tokens behind the last named one (see :func:`distkv.keys.token_bytes` for what is taken)."""
@@ -99,7 +100,9 @@ class Sequence(RollingCalls):
             if pages_in(end) > pages_in(before):
                 self._store()
         for pages in self._sliding:
-            pages.slide(end)
+            gone = pages.release(pages.ledger.first_kept(end))
+            if len(gone):
+                self._books.give_up(gone, pages)
 
     def truncate(self, n: int) -> None:
         """Takes back the last ``n`` opened tokens, their slots and (behind the prompt) their names.
@@ -131,7 +134,8 @@ class Sequence(RollingCalls):
         What the children need is taken out of the leftover of the last step. If that is smaller it raises NoRoom, with
         nothing changed; with ``wait`` it returns no children, and the next steps serve this ahead of all requests: see
         ``StepResult.forked``. Raises SequenceError while a token is opened and not committed, and RequestError for a
-        wrong or taken name.
+        wrong or taken name. Like ``PrefixCache.grow`` it is called at the same place on all ranks: between two steps,
+        or by all of them between begin and end of one.
         """
         if self.ended != "kept":
             self._must_run("fork")
@@ -146,8 +150,8 @@ class Sequence(RollingCalls):
         """
         self._must_run("keep")
         if self.epoch != self._books.epoch:
-            raise SequenceError(f"sequence {self.id!r} cannot be kept: a reset or new weights came since its admission; "
-                                "finish it")
+            raise SequenceError(f"sequence {self.id!r} cannot be kept: a reset or new weights came since its "
+                                "admission; finish it")
         if self._opened != self._committed:
             raise SequenceError(f"sequence {self.id!r} cannot be kept: {self._opened - self._committed} of its tokens "
                                 "are opened and not committed; commit or truncate them first")
@@ -251,6 +255,6 @@ class Sequence(RollingCalls):
         if read_in is not None:
             writing = read_in.give_back(self._books, current=self.epoch == self._books.epoch)
         for pages in self.lists:
-            held, reserved = pages.leave()
+            held, reserved, protected = pages.leave()
             copies = writing.get(pages.ledger.label)
-            self._books.release(held[~np.isin(held, copies)] if copies else held, reserved, pages.ledger)
+            self._books.release(held[~np.isin(held, copies)] if copies else held, reserved, pages.ledger, protected)

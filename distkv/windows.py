@@ -7,14 +7,18 @@ protected is never given up, and counts once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as AbstractSequence
+
 import numpy as np
 
 from distkv.chain import KeyChain
+from distkv.errors import InvariantError
 from distkv.grid import DEVICE, HOST, MISSING, Grid
 from distkv.host.copies import Copy
 from distkv.host.tier import HostTier
 from distkv.ledger import CopyPage, Ledger
-from distkv.pagelist import PageList
+from distkv.pagelist import NO_PAGES, PageList
 from distkv.pages import Ids, PagePool, Positions, positions
 from distkv.window_index import NOWHERE, WindowIndex
 
@@ -56,8 +60,12 @@ class WindowedLedger(Ledger):
         """None: each owner of the tail counts, which is its page in reserve."""
         return 0
 
+    def to_hold(self, pages: Ids) -> int:
+        """Live pages count, too: if an owner gives one up while it is held, the owner is promised another one."""
+        return int(np.count_nonzero(self.pool.holds[positions(pages)] == 0))
+
     def fork_needs(self, pages: PageList, total: int, shared: int, *, partial: bool) -> int:
-        return self.promised_for(total) - pages.protected
+        return self.promised_for(total) - min(pages.protected, shared - partial)
 
 
 class SlidingLedger(WindowedLedger):
@@ -87,13 +95,17 @@ class SlidingLedger(WindowedLedger):
         return PageList(self, total, pages, first=first)
 
     def store_all(self, pages: PageList, chain: KeyChain, full: int, main: PageList) -> None:
-        """Hangs the full pages that the sequence still has on the entries that main has of them."""
-        end = min(full, main.stored)
-        first = max(pages.first, pages.stored)
+        """Hangs the full pages that the sequence still has on the entries that main has of them.
+
+        All of them: the entries may have left since they were offered last, and come back.
+        """
+        first, end = pages.first, min(full, main.stored)
         if first < end:
-            self.stock.recency.tick()
             self.windows.attach(chain.keys[first:end], pages.pages[first:end])
             pages.stored = end
+
+    def used(self, pages: Ids, hosts: AbstractSequence[int] = ()) -> None:
+        self.windows.touch([*positions(pages).tolist(), *(host + self.pool.total for host in hosts)])
 
     def loaded(self, copy: Copy) -> bool:
         return self.windows.loaded(copy)
@@ -134,6 +146,17 @@ class RollingLedger(WindowedLedger):
         self.protectors[at] -= 1
         self.spared -= int(np.count_nonzero(self.protectors[at]))
 
+    def to_hold(self, pages: Ids) -> int:
+        at = positions(pages)
+        return int(np.count_nonzero((self.pool.holds[at] == 0) & (self.protectors[at] == 0)))
+
+    def check_protected(self, pages: AbstractSequence[Ids]) -> None:
+        protectors = np.bincount(positions(np.concatenate([*pages, NO_PAGES])), minlength=self.pool.total)
+        spared = int(np.maximum(protectors - 1, 0).sum())
+        if not np.array_equal(protectors, self.protectors) or spared != self.spared:
+            raise InvariantError(f"label {self.label}: {self.spared} owners are spared, and the sequences protect pages "
+                                 f"of which {spared} are; or another page is protected than they say")
+
     def leading_live(self, pages: Ids) -> int:
         """How many leading pages a running sequence protects."""
         protected = self.protectors[positions(pages)] > 0
@@ -169,22 +192,16 @@ class WindowMatch:
         ledger, base = self.ledger, self.ledger.pool.total
         wanted = np.zeros(len(self.places), np.bool_)
         taken = 0
-        for number in grid.below(min(limit, len(self.places))):
-            boundary = number * grid.step
-            needed = slice(ledger.first_needed(boundary), boundary)
+        for number, needed, on_host in self._complete(grid, limit):
+            if on_host and not (read_in and ledger.worth_loading(on_host)):
+                continue
             places = self.places[needed]
-            if (places == NOWHERE).any():
-                continue
-            on_host = places >= base
-            if on_host.any() and not (read_in and ledger.worth_loading(int(on_host.sum()))):
-                continue
-            fresh = places[~wanted[needed] & ~on_host]
-            more = ledger.pool.new_held(fresh)
+            more = ledger.to_hold(places[~wanted[needed] & (places < base)])
             if taken + more > room:
                 continue
             taken += more
             wanted[needed] = True
-            self._states[number] = HOST if on_host.any() else DEVICE
+            self._states[number] = HOST if on_host else DEVICE
         found = self.places[wanted]
         self._held, hosts = found[found < base], found[found >= base]
         ledger.hold(self._held)
@@ -192,6 +209,18 @@ class WindowMatch:
             self.hosts = ledger.hosts_of(hosts)
             ledger.tier.pages.read(np.array(self.hosts))
         return taken
+
+    def _complete(self, grid: Grid, limit: int) -> Iterator[tuple[int, slice, int]]:
+        """The boundaries of which every page is somewhere, the longest first: number, pages, and how many of these are
+        on the host alone."""
+        places, ledger = self.places, self.ledger
+        missing = np.concatenate([[0], np.cumsum(places == NOWHERE)])
+        hosts = np.concatenate([[0], np.cumsum(places >= ledger.pool.total)])
+        for number in grid.below(min(limit, len(places))):
+            end = grid.boundary(number)
+            first = ledger.first_needed(end)
+            if missing[end] == missing[first]:
+                yield number, slice(first, end), int(hosts[end] - hosts[first])
 
     def states(self, slots: int) -> list[int]:
         """What there is at each boundary of the grid: MISSING, HOST or DEVICE."""
