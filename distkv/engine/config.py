@@ -1,4 +1,4 @@
-"""The configuration of the reference engine: the cache's own (:class:`distkv.config.Config`) and three sections."""
+"""The configuration of the reference engine: the cache's own (:class:`distkv.config.Config`) and four sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Literal
 from distkv._settings import Derived
 from distkv.config import CacheConfig, Config, GroupConfig, HostConfig, PoolConfig, Section, setting
 
-__all__ = ["EngineConfig", "ModelConfig", "ParallelConfig", "ServeConfig"]
+__all__ = ["EngineConfig", "ModelConfig", "ParallelConfig", "ServeConfig", "WindowConfig"]
+
+_MAX_PAGES = (1 << 31) - 1  # page ids are int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,27 @@ class EngineConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowConfig(Section):
+    """The second pool of a model that has layers with a sliding window beside layers with full attention: its pages
+    have the window's layers alone, and those of the section pool the others. Of no use for other models."""
+
+    pages: int | None = setting(None, agreed=False, low=1, high=_MAX_PAGES)
+    """Pages in this rank's pool of the window's layers. A running request has at most so many of them as window,
+    allowance_tokens and a piece of a prompt take, however long it grows; the rest keeps the windows of cached prefixes.
+    null: as many as pool.pages, at which no cached prefix ever lacks its window."""
+
+    allowance_tokens: int | None = setting(None, agreed=True, low=1, high=1 << 24)
+    """Tokens behind the window that are kept as well: a conversation that was edited goes on from the cache if the edit
+    lies in so many tokens before its end, else it is computed again from the start. At least cache.page_size - 1. null:
+    what the longest request needs to be found again at all, one page if that has at most cache.window_boundaries
+    pages."""
+
+    host_pages: int | None = setting(None, agreed=False, low=0, high=_MAX_PAGES)
+    """Host pages of the window's layers on this rank, beside those of the section host. null: as many as host.pages
+    leaves the tier. To be given where the host tier's size is given in GiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig(Config):
     """Everything that the engine's programs read from one file."""
 
@@ -122,6 +145,9 @@ class ServeConfig(Config):
     engine: EngineConfig = field(default_factory=EngineConfig)
     """How requests are cut into batches."""
 
+    window: WindowConfig = field(default_factory=WindowConfig)
+    """The pool of the layers with a sliding window."""
+
     def check_fields(self) -> None:
         super().check_fields()
         chunk, page = self.engine.chunk_tokens, self.cache.page_size
@@ -134,6 +160,10 @@ class ServeConfig(Config):
                 f"must be at least {least}, which is {self.chunk_tokens}, got {self.engine.batch_tokens}: a piece of a "
                 "prompt goes into a batch whole",
             )
+        allowance = self.window.allowance_tokens
+        if allowance is not None and allowance < page - 1:
+            raise self.wrong("window.allowance_tokens", f"must be at least cache.page_size - 1, which is {page - 1}, "
+                                                        f"got {allowance}: a prefix is used in whole pages")
 
     def derived(self) -> Mapping[str, Derived]:
         from distkv.engine.sources import cache_folder
@@ -141,6 +171,10 @@ class ServeConfig(Config):
         found = dict(super().derived())
         if self.engine.chunk_tokens is None:
             found["engine.chunk_tokens"] = Derived(self.chunk_tokens, "cache.page_size")
+        if self.window.pages is None:
+            found["window.pages"] = Derived(self.window_pages, "pool.pages")
+        if self.window.host_pages is None:
+            found["window.host_pages"] = Derived(self.window_host_pages, "host.pages less host.preemption_pages")
         if self.model.cache_dir is None:
             why = "$XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "the home folder"
             found["model.cache_dir"] = Derived(str(cache_folder()), why)
@@ -150,3 +184,15 @@ class ServeConfig(Config):
     def chunk_tokens(self) -> int:
         """``engine.chunk_tokens`` with its default resolved."""
         return self.engine.chunk_tokens or self.cache.page_size
+
+    @property
+    def window_pages(self) -> int:
+        """``window.pages`` with its default resolved."""
+        return self.window.pages if self.window.pages is not None else self.pool.pages
+
+    @property
+    def window_host_pages(self) -> int:
+        """``window.host_pages`` with its default resolved. 0 where the host tier's size is given in GiB."""
+        if self.window.host_pages is not None:
+            return self.window.host_pages
+        return self.host.pages - self.host.preemption_pages if self.host.pages is not None else 0

@@ -24,10 +24,12 @@ from distkv.engine.requests import Completion, Prompt, check_prompt, checked_fie
 from distkv.engine.schedule import Grid, Scheduler
 from distkv.engine.state import Pending, tell
 from distkv.engine.tensor_parallel import check_group, place_in
+from distkv.engine.windowed import WINDOW, with_label
 from distkv.errors import DistKVError, DuplicateRequest, MessageError, ModelError
 from distkv.faults import Fault
 from distkv.group import Group
 from distkv.keys import Fingerprint
+from distkv.ledger import MAIN
 from distkv.torch_group import abort
 
 __all__ = ["Engine"]
@@ -77,11 +79,15 @@ class Engine:
             raise ModelError("the model was made batch-invariant by an earlier engine, but engine.batch_invariant is "
                              "false; load it again")  # fmt: skip
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.pool: KVPool = model.pool(config.pool.pages, config.cache.page_size)
-        launcher = Launcher(model, self.pool, lambda: self.cache.fence(), asynchronous=config.cache.asynchronous)
+        labelled = with_label(config, model.windows, model.context, any_scheduler=scheduler is not None)
+        self.pools = model.pools(config)
+        """This rank's paged memory by label: ``main``, and of a hybrid model the pool of its sliding layers."""
+        self.pool: KVPool = self.pools[MAIN]
+        launcher = Launcher(model, self.pool, lambda: self.cache.fence(), asynchronous=config.cache.asynchronous,
+                            window=self.pools.get(WINDOW))
         # First of all that the ranks do together: what follows is to be the same on all, and here they compare it.
-        self.cache = PrefixCache(config, _fingerprint(config, model), cache_group,
-                                 kv=self.pool.paged(mesh.rank, mesh.size))
+        self.cache = PrefixCache(labelled, _fingerprint(config, model), cache_group,
+                                 kv={label: pool.paged(mesh.rank, mesh.size) for label, pool in self.pools.items()})
         if config.engine.batch_invariant:
             try:
                 enable(model, handoff_group)

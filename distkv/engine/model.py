@@ -14,15 +14,17 @@ import torch.distributed as dist
 import xxhash
 
 from distkv.engine.attention import ATTENTION_NAME, Batch, register
-from distkv.engine.config import ModelConfig
+from distkv.engine.config import ModelConfig, ServeConfig
 from distkv.engine.mesh import Mesh
 from distkv.engine.pool import KVPool
-from distkv.engine.served import check_attention, check_norms
+from distkv.engine.served import check_attention, check_norms, check_whole
 from distkv.engine.sources import model_folder
 from distkv.engine.tensor_parallel import Sums, check_mesh, part_of, reduce_outputs
 from distkv.engine.tiles import Attention
 from distkv.engine.ulysses import Ulysses, joining
+from distkv.engine.windowed import WINDOW, Windows, label_of
 from distkv.errors import ModelError
+from distkv.ledger import MAIN
 
 __all__ = ["Model", "load_model", "load_tokenizer"]
 
@@ -55,6 +57,8 @@ class Model:
     """How the parts of ``mesh.tp_group`` are added up."""
     ulysses: Ulysses | None = field(default=None, repr=False)
     """How tokens are split over ``mesh.sp_group``."""
+    windows: Windows | None = None
+    """The layers with a sliding window; None: it has none."""
     query_tiles: tuple[int, ...] | None = None
     """Set by :func:`distkv.engine.invariant.enable`: this model is batch-invariant, with these tiles of queries."""
 
@@ -74,10 +78,29 @@ class Model:
         return self.mesh.group
 
     def pool(self, pages: int, page_size: int) -> KVPool:
-        """A new, zeroed pool for this rank's heads. Raises ``ConfigError`` if the memory cannot hold it."""
+        """A new, zeroed pool of all layers for this rank's heads. Raises ``ConfigError`` if the memory cannot hold it.
+
+        With it alone, layers with a sliding window have all tokens, too, and a mask hides what lies before it.
+        """
+        return self._pool(range(self.layers), pages, page_size, "pool.pages")
+
+    def pools(self, config: ServeConfig) -> dict[str, KVPool]:
+        """New, zeroed pools by label, for an engine: ``main``, and that of the window's layers if there are others.
+
+        Raises ``ConfigError`` for settings of the window's pool that do not fit the model, too.
+        """
+        page = config.cache.page_size
+        if self.windows is None or not self.windows.apart:
+            return {MAIN: self.pool(config.pool.pages, page)}
+        label, sliding = label_of(config, self.windows, self.context), self.windows.layers
+        full = [layer for layer in range(self.layers) if layer not in sliding]
+        return {MAIN: self._pool(full, config.pool.pages, page, "pool.pages"),
+                WINDOW: self._pool(sliding, label.pages, page, "window.pages")}
+
+    def _pool(self, layers: Sequence[int], pages: int, page_size: int, field: str) -> KVPool:
         return KVPool(
-            layers=self.layers, pages=pages, page_size=page_size,
-            kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=self.dtype, device=self.device,
+            layers=layers, pages=pages, page_size=page_size, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            dtype=self.dtype, device=self.device, field=field,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -88,6 +111,7 @@ class Model:
         logits are the same on all of them, bit for bit.
         """
         batch.calls = 0
+        batch.windows = self.windows
         batch.tiled = Attention(self.query_tiles) if self.query_tiles is not None else None
         if self.ulysses is None:
             out = self._run(batch, batch.tokens, batch.positions, keep)
@@ -130,6 +154,7 @@ def load_model(
     _check_sizes(settings, folder)
     check_attention(settings, folder)
     check_mesh(settings, mesh.tp, mesh.sp)
+    check_whole(settings, mesh.size)
     module = _skeleton(settings, dtype, folder)
     if mesh.tp > 1:
         check_norms(module)
@@ -148,6 +173,7 @@ def load_model(
         identity=f"{settings.model_type}-{_identity(folder)}",
         dtype=dtype,
         layers=settings.num_hidden_layers,
+        windows=Windows.of(settings),
         kv_heads=kv_heads // mesh.size,
         head_dim=head_dim,
         vocab_size=settings.vocab_size,

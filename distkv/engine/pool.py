@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import xxhash
 
-from distkv.errors import ConfigError
+from distkv.errors import ConfigError, SequenceError
 from distkv.host.kv import PagedKV
 from distkv.memory import host_memory
 
@@ -26,51 +27,62 @@ def available_memory() -> int | None:
     return host_memory().room
 
 
-def _too_large(pages: int, page_size: int, size: int, why: str) -> ConfigError:
+def _too_large(field: str, pages: int, page_size: int, size: int, why: str) -> ConfigError:
     return ConfigError(
-        "pool.pages",
+        field,
         f"needs {size / _GIB:.2f} GiB on this rank ({pages} pages of {page_size} tokens), but {why}; lower it",
     )
 
 
 class KVPool:
-    """Keys and values of all layers: ``data`` is ``[layers, 2, pages, page_size, kv_heads, head_dim]``.
+    """Keys and values of some layers: ``data`` is ``[layers, 2, pages, page_size, kv_heads, head_dim]``.
 
     ``kv_heads`` is this rank's share. A slot is ``page * page_size + offset``; slots come from the cache's
-    sequences, and the pool itself knows nothing of owners: whoever writes a slot must own its page.
+    sequences, and the pool itself knows nothing of owners: whoever writes a slot must own its page. Methods take the
+    numbers that the layers have in the model. ``layers``: how many, from 0 on, or their numbers. Raises ConfigError,
+    for the setting ``field``, if the memory cannot hold it.
     """
 
     def __init__(
         self,
         *,
-        layers: int,
+        layers: int | Sequence[int],
         pages: int,
         page_size: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        field: str = "pool.pages",
     ) -> None:
-        shape = (layers, 2, pages, page_size, kv_heads, head_dim)
+        self.numbers = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+        """The layers, by their numbers in the model."""
+        shape = (len(self.numbers), 2, pages, page_size, kv_heads, head_dim)
         size = math.prod(shape) * dtype.itemsize
         room = available_memory() if torch.device(device).type == "cpu" else None
         if room is not None and size > room:
-            raise _too_large(pages, page_size, size, f"{room / _GIB:.2f} GiB are available")
+            raise _too_large(field, pages, page_size, size, f"{room / _GIB:.2f} GiB are available")
         try:
             # Not zeros(): the kernel gives that memory when it is first touched, and until then it counts as free, for
             # the budget of the host tier and for other ranks.
             self.data = torch.empty(shape, dtype=dtype, device=device).zero_()
         except RuntimeError as error:  # what the allocators of CPU and GPU raise
-            raise _too_large(pages, page_size, size, str(error).splitlines()[0]) from error
-        self.layers, self.pages, self.page_size = layers, pages, page_size
+            raise _too_large(field, pages, page_size, size, str(error).splitlines()[0]) from error
+        self.layers, self.pages, self.page_size = len(self.numbers), pages, page_size
+        self._places = {number: place for place, number in enumerate(self.numbers)}
         # one flat view per layer and plane, made once: making a view costs more than writing one token
         self._flat = [[self.data[layer, plane].view(-1, kv_heads, head_dim) for plane in (0, 1)]
-                      for layer in range(layers)]
+                      for layer in range(self.layers)]
+
+    def __contains__(self, layer: int) -> bool:
+        """Whether the pool has this layer of the model."""
+        return layer in self._places
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores ``keys`` and ``values`` (``[n, kv_heads, head_dim]``) at ``slots`` (int64 ``[n]``)."""
-        self._flat[layer][0].index_copy_(0, slots, keys)
-        self._flat[layer][1].index_copy_(0, slots, values)
+        flat = self._flat[self._places[layer]]
+        flat[0].index_copy_(0, slots, keys)
+        flat[1].index_copy_(0, slots, values)
 
     def gather(
         self, layer: int, pages: torch.Tensor, tokens: int, padded: int | None = None
@@ -80,7 +92,7 @@ class KVPool:
         With ``padded`` there are that many, zeros behind the real ones: what a page's earlier owner left there may be
         NaN, and a weight of 0 does not hide that.
         """
-        planes = self.data[layer]
+        planes = self.data[self._places[layer]]
         if padded is not None:
             return self._padded(planes[0], pages, tokens, padded), self._padded(planes[1], pages, tokens, padded)
         keys = planes[0].index_select(0, pages).flatten(0, 1)[:tokens]
@@ -94,21 +106,52 @@ class KVPool:
         out[tokens:].zero_()
         return out[:padded]
 
-    def token_hashes(self, pages: np.ndarray, tokens: int) -> np.ndarray:
+    def gather_between(
+        self, layer: int, pages: torch.Tensor, first: int, start: int, stop: int, place: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens ``start .. stop - 1``, ``[stop - start, kv_heads, head_dim]``.
+
+        ``pages`` (int64 ``[n]``) is a page table that begins with the sequence's page ``first``. With ``place``, a
+        begin and an end in tokens, they lie there among zeros, as in :meth:`gather`. Raises ``SequenceError`` for
+        tokens in front of the table: they were given up, and nobody may read them.
+        """
+        at, end = start // self.page_size, -(-stop // self.page_size)
+        if at < first or end > first + len(pages):
+            raise SequenceError(f"attention reads tokens {start} .. {stop - 1}, and the page table has the pages from "
+                                f"{first} to {first + len(pages) - 1}, of {self.page_size} tokens each")
+        planes, skip = self.data[self._places[layer]], start - at * self.page_size
+        found = [plane.index_select(0, pages[at - first : end - first]).flatten(0, 1)[skip : skip + stop - start]
+                 for plane in planes]
+        if place is None:
+            return found[0], found[1]
+        out = planes.new_zeros(2, place[1] - place[0], *planes.shape[3:])
+        for plane, read in zip(out, found, strict=True):
+            plane[start - place[0] : stop - place[0]] = read
+        return out[0], out[1]
+
+    def page(self, page: int, layers: Sequence[int] | None = None) -> torch.Tensor:
+        """Keys and values of one page, ``[layers, 2, page_size, kv_heads, head_dim]``; ``layers``: of these alone."""
+        whole = self.data[:, :, page]
+        if layers is None or tuple(layers) == self.numbers:
+            return whole
+        return whole[[self._places[number] for number in layers]]
+
+    def token_hashes(self, pages: np.ndarray, tokens: int, layers: Sequence[int] | None = None) -> np.ndarray:
         """64-bit hashes of the bytes of a sequence's first ``tokens`` tokens: uint64 ``[tokens, layers, 2]``.
 
-        ``pages`` is its page table. By token, so that a difference names its place in the page; what lies behind
-        the tokens in the last page is whatever an earlier owner left, and is not looked at.
+        ``pages`` is its page table; ``layers``: of these alone. By token, so that a difference names its place in the
+        page; what lies behind the tokens in the last page is whatever an earlier owner left, and is not looked at.
         """
-        out = np.empty((tokens, self.layers, 2), dtype=np.uint64)
+        count = self.layers if layers is None else len(layers)
+        out = np.empty((tokens, count, 2), dtype=np.uint64)
         digest = xxhash.xxh3_64_intdigest
         for first in range(0, tokens, self.page_size):
             n = min(self.page_size, tokens - first)
-            page = self.data[:, :, int(pages[first // self.page_size]), :n].transpose(0, 2).contiguous()
+            page = self.page(int(pages[first // self.page_size]), layers)[:, :, :n].transpose(0, 2).contiguous()
             data = memoryview(page.view(torch.uint8).cpu().numpy().data).cast("B")
-            size = len(data) // (n * 2 * self.layers)
+            size = len(data) // (n * 2 * count)
             hashes = np.fromiter((digest(data[i : i + size]) for i in range(0, len(data), size)), dtype=np.uint64)
-            out[first : first + n] = hashes.reshape(n, 2, self.layers).transpose(0, 2, 1)
+            out[first : first + n] = hashes.reshape(n, 2, count).transpose(0, 2, 1)
         return out
 
     def paged(self, shard: int = 0, shards: int = 1) -> PagedKV:

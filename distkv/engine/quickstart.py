@@ -105,7 +105,7 @@ def _run(config: ServeConfig, conversations: list[Conversation], ranks: Ranks, *
 def _load(config: ServeConfig, ranks: Ranks) -> tuple[Model, Any]:
     model = load_model(config.model, ranks.mesh, device=ranks.device, timeout_s=config.group.timeout_s)
     # The engine's may fail on one rank alone, and then the others would wait for it where caches are compared.
-    model.pool(config.pool.pages, config.cache.page_size)
+    model.pools(config)
     tokenizer = load_tokenizer(config.model) if ranks.rank == 0 else None
     if ranks.rank == 0 and not getattr(tokenizer, "chat_template", None):
         raise ModelError(f"the tokenizer of {config.model.source} has no chat template, so it cannot take part in a "

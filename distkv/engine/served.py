@@ -1,4 +1,6 @@
-"""Which models are served: decoders with full causal attention, and nothing in them that a slice of the heads changes.
+"""Which models are served: decoders with causal attention, and nothing in them that a slice of the heads changes.
+
+Attention to all tokens before one, or to a sliding window of them (:mod:`distkv.engine.windowed`).
 
 Found out when a model is loaded, so that the start fails and not the first request. An attention function that is asked
 for more than it has refuses, too (:mod:`distkv.engine.attention`): configurations need not say all.
@@ -9,21 +11,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from distkv.engine.windowed import FULL, SLIDING
 from distkv.errors import ModelError
 
-__all__ = ["check_attention", "check_norms"]
+__all__ = ["check_attention", "check_norms", "check_whole"]
 
 
 def check_attention(settings: Any, folder: Path) -> None:
-    """Raises ``ModelError`` if the ``transformers`` configuration asks for other attention than full causal."""
+    """Raises ``ModelError`` if a ``transformers`` configuration asks for other attention than causal: to all tokens, or
+    to one window of them."""
     odd = []
     kinds = getattr(settings, "layer_types", None)
     window = getattr(settings, "sliding_window", None)
-    others = sorted(set(kinds) - {"full_attention"}) if kinds is not None else []
+    others = sorted(set(kinds) - {FULL, SLIDING}) if kinds is not None else []
     if others:
         odd.append(f"layer_types {', '.join(others)}")
-    if window is not None and (kinds is None or "sliding_attention" in others):  # else it is there and not used
-        odd.append(f"sliding_window {window}")
+    if kinds is not None and len(kinds) != settings.num_hidden_layers:
+        odd.append(f"{len(kinds)} layer_types for {settings.num_hidden_layers} layers")
+    slides = window is not None if kinds is None else SLIDING in kinds
+    if slides and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        odd.append(f"sliding_window {window!r}")
     for name in ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention"):
         value = getattr(settings, name, None)
         if value and not (name == "attention_chunk_size" and kinds is not None):
@@ -31,7 +38,7 @@ def check_attention(settings: Any, folder: Path) -> None:
     if odd:
         raise ModelError(
             f"{folder / 'config.json'}: a {settings.model_type} model with {'; '.join(odd)} cannot be served: only "
-            "full causal attention is (no sliding window, no chunks, no soft cap, no sinks, one direction)"
+            "causal attention is, to all tokens or one sliding window (no chunks, no soft cap, one direction)"
         )
     _check_widths(settings, folder)
 
@@ -59,3 +66,11 @@ def check_norms(module: Any) -> None:
                     f"{type(module).__name__}: {name} covers {norm.weight.numel()} elements, more than a head's "
                     f"{head_dim}, so it cannot be split; set parallel.tp to 1"
                 )
+
+
+def check_whole(settings: Any, ranks: int) -> None:
+    """Raises ``ModelError`` if a model with experts is to be split: they, and their sinks, are whole on one rank."""
+    experts = getattr(settings, "num_local_experts", None) or getattr(settings, "num_experts", None)
+    if ranks > 1 and experts:
+        raise ModelError(f"a {settings.model_type} model has {experts} experts in a layer, which cannot be split over "
+                         "ranks; set parallel.tp and parallel.sp to 1")  # fmt: skip

@@ -46,6 +46,11 @@ def padded_keys(n: int) -> int:
     return -(-n // KEYS) * KEYS
 
 
+def _first_key(position: int, window: int) -> int:
+    """Where the keys begin that the queries of one block are given: those of the block of its first one's window."""
+    return max(0, position // KEYS * KEYS - window + 1) // KEYS * KEYS
+
+
 def cut(n: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """``n`` rows as tiles ``(first, last + 1)``, the largest first; what no size fits is the last tile."""
     tiles, at = [], 0
@@ -88,19 +93,20 @@ class Attention:
     """Attention of one request's queries in tiles; ``masks`` has those of the batch that runs, for all its layers."""
 
     sizes: tuple[int, ...] = SIZES
-    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def keys(self, tokens: int) -> int:
         """How many keys have to be there for a request of so many tokens."""
         return padded_keys(tokens)
 
     def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``query`` is ``[n, heads, d]`` at positions ``start ..``; ``keys``, ``values`` ``[tokens, kv_heads, d]``.
 
         ``tokens`` is at least ``self.keys(start + n)``; what lies behind the request's tokens has to be finite.
-        Returns ``[n, heads, d]``.
+        ``sinks``: see :func:`distkv.engine.grouped.attend`. Returns ``[n, heads, d]``.
         """
         n = len(query)
         rows = padded_queries(n)
@@ -110,8 +116,55 @@ class Attention:
         for a, b in cut(rows, self.sizes):
             visible = padded_keys(start + min(b, n))
             mask = self._mask(start + a, b - a, visible, query)
-            out.append(attend(query[a:b], keys[:visible], values[:visible], scale, mask=mask))
+            out.append(attend(query[a:b], keys[:visible], values[:visible], scale, mask=mask, sinks=sinks,
+                              sink_keys=KEYS))  # fmt: skip
         return (out[0] if len(out) == 1 else torch.cat(out))[:n]
+
+    def window_keys(self, start: int, n: int, window: int) -> tuple[int, int]:
+        """Begin and end, in tokens, of the keys that have to be there for queries ``start .. start + n - 1``."""
+        return _first_key(start, window), padded_keys(start + n)
+
+    def windowed(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float, window: int,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same where a query sees itself and the ``window - 1`` tokens before it.
+
+        The queries of one block of :data:`KEYS` positions are all given the same keys, from a multiple of it on to the
+        end of the block, wherever the request's window begins in memory and however its rows were cut. ``keys`` and
+        ``values`` are those of :meth:`window_keys`, zeros where nothing is to be seen.
+        """
+        n, origin, out = len(query), _first_key(start, window), []
+        at = 0
+        while at < n:
+            end = padded_keys(start + at + 1)
+            most = min(n, end - start)
+            first = _first_key(start + at, window)
+            seen = slice(first - origin, end - origin)
+            part = query[at:most]
+            rows = padded_queries(len(part))
+            if rows > len(part):
+                part = pad(part, (0, 0, 0, 0, 0, rows - len(part)))
+            done = []
+            for a, b in cut(rows, self.sizes):
+                mask = self._window_mask(start + at + a, b - a, first, end, window, query)
+                done.append(attend(part[a:b], keys[seen], values[seen], scale, mask=mask, sinks=sinks, sink_keys=KEYS))
+            out.append((done[0] if len(done) == 1 else torch.cat(done))[: most - at])
+            at = most
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _window_mask(
+        self, start: int, rows: int, first: int, end: int, window: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        """``[rows, end - first]``, additive. A filler behind the block sees what its last query sees."""
+        found = self.masks.get((start, rows, first, end, window))
+        if found is None:
+            positions = torch.arange(start, start + rows, device=like.device).clamp_(max=end - 1)[:, None]
+            keys = torch.arange(first, end, device=like.device)[None]
+            hidden = (keys > positions) | (keys <= positions - window)
+            found = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+            self.masks[start, rows, first, end, window] = found
+        return found
 
     def _mask(self, first: int, rows: int, keys: int, like: torch.Tensor) -> torch.Tensor:
         """``[rows, keys]``, additive. A filler sees what lies before its place: a row of -inf would give NaN."""

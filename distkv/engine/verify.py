@@ -123,7 +123,7 @@ def _run(
 def _load(config: ServeConfig, ranks: Ranks, *, with_tokenizer: bool) -> tuple[Model, Any]:
     model = load_model(config.model, ranks.mesh, device=ranks.device, timeout_s=config.group.timeout_s)
     # The engine's may fail on one rank alone, and then the others would wait for it where caches are compared.
-    model.pool(config.pool.pages, config.cache.page_size)
+    model.pools(config)
     if ranks.rank or not with_tokenizer:
         return model, None
     try:
