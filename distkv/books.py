@@ -6,9 +6,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -63,8 +62,7 @@ class Owner(Protocol):
     def lists(self) -> tuple[PageList, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Retiring:
+class _Retiring(NamedTuple):
     """Pages with an owner until the passes of a step have retired."""
 
     step: int

@@ -38,6 +38,10 @@ class Grid:
         """The numbers (from 1) of boundaries of at most ``pages`` pages, the longest first."""
         return range(min(self.count, pages // self.step), 0, -1)
 
+    def boundary(self, number: int) -> int:
+        """Pages in front of the boundary of this number."""
+        return number * self.step
+
     def longest(self, elements: Sequence[int], pages: int) -> tuple[int, int]:
         """The longest boundary of at most ``pages`` pages that is there, and how: (pages, DEVICE or HOST).
 
@@ -45,5 +49,5 @@ class Grid:
         """
         for i in self.below(pages):
             if elements[i - 1] != MISSING:
-                return i * self.step, int(elements[i - 1])
+                return self.boundary(i), int(elements[i - 1])
         return 0, DEVICE

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PageList"]
 
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
 
 class PageList:
     """Pages by position: page ``i`` has tokens ``i * page_size`` and up. Owned and changed by its sequence.
@@ -23,7 +25,7 @@ class PageList:
     tokens fill, ``owned`` also counts what truncated tokens have left behind them, for the next ones.
     """
 
-    __slots__ = ("filled", "first", "ledger", "owned", "pages", "protected", "reserved", "stored", "tail")
+    __slots__ = ("filled", "first", "ledger", "owned", "pages", "protected", "reserved", "retiring", "stored", "tail")
 
     def __init__(self, ledger: Ledger, total: int, matched: Ids, *, first: int = 0, protected: int = 0) -> None:
         """Takes over one owner count of each ``matched`` page, the first of which is at position ``first``, and what
@@ -36,6 +38,8 @@ class PageList:
         self.pages[first:end] = matched
         self.reserved = ledger.promised_for(total) - len(matched)
         """Pages promised and not opened yet."""
+        self.retiring = 0
+        """Pages that were given up and come back as a reservation when the passes that use them have retired."""
         self.stored = end
         """So many leading pages were in the index when they were offered last."""
         self.tail = -1
@@ -48,8 +52,8 @@ class PageList:
 
     @property
     def promised(self) -> int:
-        """Pages that it owns or has reserved."""
-        return self.owned - self.gone + self.reserved
+        """Pages that it owns or has reserved, or will have again."""
+        return self.owned - self.gone + self.reserved + self.retiring
 
     @property
     def gone(self) -> int:
@@ -97,7 +101,7 @@ class PageList:
             self.protected = end
 
     @property
-    def _protected(self) -> Pages:
+    def guarded(self) -> Pages:
         """The protected pages that the ledger counts as such. While a tail is shared each of its owners may have to
         copy it, so it counts for each of them and is spared for none."""
         return self.pages[: min(self.protected, self.tail) if self.tail >= 0 else self.protected]
@@ -114,7 +118,7 @@ class PageList:
         made.reserved = ledger.promised_for(total) - len(pages)
         made.stored = min(self.stored, end)
         ledger.promise(made.reserved)
-        ledger.protect(self._protected)
+        ledger.protect(self.guarded)
         return made
 
     def share_tail(self, at: int, others: Sequence[PageList]) -> None:
@@ -130,6 +134,7 @@ class PageList:
         spare = self.pages[end : self.owned].copy()
         self.filled = self.owned = min(self.owned, end)
         reserved, self.reserved = self.reserved, 0
+        self.retiring = 0
         return spare, reserved
 
     def grow(self, pages: int) -> None:
@@ -144,32 +149,30 @@ class PageList:
         """Pages that :meth:`grow` would reserve."""
         return self.ledger.promised_for(self.total + pages) - self.ledger.promised_for(self.total)
 
-    def slide(self, committed: int) -> None:
-        """Gives up what the ledger's window has left behind, when so many tokens are committed."""
-        self.release(self.ledger.first_kept(committed))
-
-    def release(self, first: int) -> int:
-        """Gives up the pages in front of position ``first`` that are not protected. Returns how many.
-
-        They come back as a reservation, for the next pages to open.
-        """
+    def release(self, first: int) -> Ids:
+        """Gives up the pages in front of position ``first`` that are not protected, and returns them: the caller gives
+        back one owner of each, and then what they were promised for, by :meth:`came_back`."""
         begin, end = max(self.first, self.protected), min(first, self.owned)
         if end <= begin:
-            return 0
-        pages = self.pages[begin:end].copy()
+            return NO_PAGES
         self.first = end
-        self.reserved += len(pages)
-        self.ledger.promise(len(pages))
-        self.ledger.free(pages)
-        return len(pages)
+        self.retiring += end - begin
+        return self.pages[begin:end].copy()
 
-    def leave(self) -> tuple[Ids, int]:
-        """The sequence leaves: its pages, of which the caller gives back one owner each, and its reservation."""
-        held = self.held
-        self.ledger.unprotect(self._protected)
+    def came_back(self, n: int) -> None:
+        """So many pages that were given up are promised again, for the next ones to open: unless it has left."""
+        if self.retiring:
+            self.retiring -= n
+            self.reserved += n
+            self.ledger.promise(n)
+
+    def leave(self) -> tuple[Ids, int, Ids]:
+        """The sequence leaves: its pages, of which the caller gives back one owner each, its reservation, and those of
+        the pages that are protected until they have been given back."""
+        held, protected = self.held, self.guarded.copy()
         if self.tail >= 0 and (page := int(self.pages[self.tail])) in self.ledger.tails:
             self.ledger.leave_tail(page)
         self.tail = -1
         reserved, self.reserved = self.reserved, 0
-        self.first = self.protected = self.filled = self.owned = 0
-        return held, reserved
+        self.first = self.protected = self.filled = self.owned = self.retiring = 0
+        return held, reserved, protected

@@ -52,7 +52,7 @@ class Pending:
         tail += encode(*(x for s in behind for x in (s.start, s.length, s.digest, s.kind)))
         last_key = chain.keys[chain.pages - 1] if chain.pages else chain.seed
         books.note(Call.SUBMIT, self.tag, self.total, len(chain), self.limit, self.request.write, last_key,
-                   *self.labels[1:], data=tail)
+                   *(self.labels if self.labels != (0,) else ()), data=tail)
 
     @property
     def limit(self) -> int:

@@ -81,12 +81,16 @@ class Row:
                 match = ledger.match(pending.chain, pending.limit)
                 self.parts.append(Part(ledger, match, ledger.on_device(match)))
 
-    def hold(self, books: Books, held: list[int], rooms: AbstractSequence[int], slots: int) -> bool:
-        """Holds what it found, on both tiers, if it fits into the room behind what is held already. Whether it does."""
+    def hold(self, books: Books, held: list[int], rooms: AbstractSequence[int], behind: AbstractSequence[int],
+             slots: int) -> bool:
+        """Holds what it found, on both tiers, if it fits into the room behind what is held already. Whether it does.
+
+        ``behind``: what the requests behind it need of each label, for labels with a window.
+        """
         pending = self.pending
         fresh = []
         for number, part in zip(pending.labels, self.parts, strict=False):
-            fresh.append(part.ledger.pool.new_held(part.match.pages[: part.matched]))
+            fresh.append(part.ledger.to_hold(part.match.pages[: part.matched]))
             if not within_room(held[number], fresh[-1], rooms[number]):
                 return False
         for number, part, more in zip(pending.labels, self.parts, fresh, strict=False):
@@ -98,11 +102,16 @@ class Row:
             if part.matched < len(part.match) and pending.read_in:
                 part.hosts = part.ledger.read(part.match.pages[part.matched :])
         if len(pending.labels) > len(self.parts):
-            self._hold_windows(books, held, rooms, slots)
+            self._hold_windows(books, held, rooms, behind, slots)
         return True
 
-    def _hold_windows(self, books: Books, held: list[int], rooms: AbstractSequence[int], slots: int) -> None:
-        """Of the layers with a window, what is needed at the boundaries of the grid, the longest first."""
+    def _hold_windows(self, books: Books, held: list[int], rooms: AbstractSequence[int], behind: AbstractSequence[int],
+                      slots: int) -> None:
+        """Of the layers with a window, what is needed at the boundaries of the grid, the longest first.
+
+        As much as it may come to own, which is enough for the longest; and more, for shorter ones, if that leaves each
+        request behind it as much.
+        """
         pending = self.pending
         self.grid = grid = Grid(pending.limit, slots)
         _, there = self.held_and_hosts
@@ -111,7 +120,9 @@ class Row:
             assert isinstance(ledger, SlidingLedger)
             window = WindowMatch(ledger, pending.chain.keys[:there])
             self.windows.append(window)
-            held[number] += window.hold(grid, there, rooms[number] - held[number], read_in=pending.read_in)
+            left = rooms[number] - held[number]
+            held[number] += window.hold(grid, there, min(left, max(pending.needs[number], left - behind[number])),
+                                        read_in=pending.read_in)
 
     def elements(self, slots: int) -> list[int]:
         """What this rank has at each boundary, in all labels with a window: one element each."""
@@ -172,8 +183,11 @@ def fill(ballot: Ballot, books: Books, queue: AbstractSequence[Pending], boundar
     ``boundaries``: places of a grid in the ballot, for labels with a window.
     """
     held, capped = [0] * len(books.ledgers), False
+    behind = [sum(pending.needs[i] for pending in queue) if ledger.grid else 0 for i, ledger in enumerate(books.ledgers)]
     for pending in queue:
+        if boundaries:
+            behind = [more - need for more, need in zip(behind, pending.needs, strict=True)]
         row = Row(pending)
         ballot.rows.append(row)
         row.look_up(books)
-        capped = capped or not row.hold(books, held, ballot.rooms, boundaries)
+        capped = capped or not row.hold(books, held, ballot.rooms, behind, boundaries)

@@ -63,6 +63,7 @@ class SequenceState:
         """How it ended: finished, aborted, suspended, or put back into the queue. ``kept``: see :meth:`keep`."""
         self.prefix_epoch = 0
         """Grows when pages in the middle were given up: tables and lengths that were made before are of no use."""
+        self._to_release = 0  # tokens of less than a page, which rolling labels are to release
         self.forking = False
         """It waits for a fork, and opens and gives up nothing meanwhile."""
         self.parked = False

@@ -61,23 +61,29 @@ class WindowIndex:
         An entry whose page is on the host alone takes the device page.
         """
         entered: list[int] = []
+        there: list[int] = []
         for key, page in zip(keys, pages.tolist(), strict=True):
             place = self._place_of.get(key)
-            if place is not None and place < self.base:
-                self.recency.stamp[place] = self.recency.clock
-                continue
-            if page in self._key_of:  # it came from the cache, for another entry: which cannot be
-                continue
-            if place is not None:
-                self._host_left(place - self.base)
-            self._place_of[key] = page
-            self._key_of[page] = key
-            entered.append(page)
+            if place is None or place >= self.base:
+                if page in self._key_of:  # it came from the cache, for another entry: which cannot be
+                    continue
+                if place is not None:
+                    self._host_left(place - self.base)
+                place = self._place_of[key] = page
+                self._key_of[page] = key
+                entered.append(page)
+            there.append(place)
         self.stored += len(entered)
         if entered:
-            at = np.array(entered, np.intp)
-            self.pool.enter(at)
-            self.recency.touch(at)
+            self.pool.enter(np.array(entered, np.intp))
+        self.touch(there)
+
+    def touch(self, places: Sequence[int]) -> None:
+        """One hit of these places, in the order of their positions: of a window the first page goes first, so that what
+        is left is of use at the later boundaries."""
+        recency = self.recency
+        recency.stamp[np.array(places, np.intp)] = np.arange(recency.clock + 1, recency.clock + 1 + len(places))
+        recency.clock += len(places)
 
     def loaded(self, copy: Copy) -> bool:
         """What a load has brought: its entry is on the device from now on. False: there is no such entry any more."""

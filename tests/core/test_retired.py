@@ -27,7 +27,7 @@ class Device:
         self.kv[slots] = value
 
 
-def free_at_once(self: Books, pages: Any, reserved: int, ledger: Any) -> None:
+def free_at_once(self: Books, pages: Any, reserved: int, ledger: Any = None, *protected: Any) -> None:
     self.reserved -= reserved
     self.free(pages)
 

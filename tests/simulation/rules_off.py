@@ -156,7 +156,7 @@ def no_growth_in_flight() -> Iterator[None]:
 def live_until_retired() -> Iterator[None]:
     """Pages of an ended sequence are free at once, although passes that use them are in flight."""
 
-    def release(self: Books, pages: Any, reserved: int, ledger: Any) -> None:
+    def release(self: Books, pages: Any, reserved: int, ledger: Any = None, *protected: Any) -> None:
         self.reserved -= reserved
         self.free(pages)
 
