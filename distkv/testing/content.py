@@ -7,7 +7,10 @@ pages only then. Who reads what somebody else has written by then, raises Disagr
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from distkv.host.copies import Copy, Kind
 from distkv.sequence import Sequence
@@ -15,6 +18,15 @@ from distkv.testing.group import Disagreement
 
 Slots = list[int | None]
 """One value for each token of a page: it stands for the whole prefix up to there, and so for the token's KV."""
+
+
+@dataclass(slots=True, eq=False)
+class PageCopy:
+    """A copy of a page onto another one, in the stream of the passes: what the first writer of a shared tail makes."""
+
+    step: int
+    source: int
+    target: int
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +68,9 @@ class Content:
         self.host_resets = 0
         self.launched_passes = 0
         self.run_passes = 0
-        self._stream: deque[Pass] = deque()
+        self._stream: deque[Pass | PageCopy] = deque()
         self._flights: list[Pass] = []
+        self._shared: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._values: dict[str, tuple[Sequence, list[int]]] = {}
 
     # ---- passes
@@ -67,14 +80,30 @@ class Content:
         pages = sequence.page_indices.tolist()
         first = sequence.seq_len - n
         if self.asynchronous:
-            written = set(pages[first // self.size :])
-            for flight in self._flights:
-                if flight.sequence is not sequence and not written.isdisjoint(flight.uses):
-                    raise Disagreement(f"{sequence} writes pages {sorted(written & flight.uses)}, which the pass of "
-                                       f"{flight.sequence} in step {flight.step} uses and which is still in flight")
+            # The tail is its own since its fork. Whoever has it too, or had it, reads what is in front of that.
+            self._must_not_use({*pages[first // self.size :]} - {self._shared.get(sequence)}, sequence)
         values = self._values_of(sequence, first, sequence.seq_len)
         self._launch(Pass(step, sequence, sequence.epoch, pages, values, first, first, values[first:],
                           frozenset(pages) if self.asynchronous else frozenset()))
+
+    def _must_not_use(self, pages: AbstractSet[int | None], sequence: Sequence | None) -> None:
+        for flight in self._flights:
+            if flight.sequence is not sequence and not pages.isdisjoint(flight.uses):
+                raise Disagreement(f"{sequence} writes pages {pages & flight.uses}, which the pass of "
+                                   f"{flight.sequence} in step {flight.step} uses and which is still in flight")
+
+    def copied(self, source: int, target: int, step: int) -> None:
+        """A page is copied onto another one, by the stream."""
+        self._must_not_use({target}, None)
+        self._launch(PageCopy(step, source, target))
+
+    def forked(self, parent: Sequence, children: Iterable[Sequence], step: int) -> None:
+        """These go on from the committed tokens of another one, and find their bytes."""
+        for sequence in (parent, *children):
+            if sequence.committed % self.size and not sequence.ended:
+                self._shared[sequence] = int(sequence.page_indices[-1])
+            if sequence is not parent:
+                self.expect(sequence, step)
 
     def expect(self, sequence: Sequence, step: int) -> None:
         """Whoever reads the pages that the sequence got from the cache, from now on, finds the bytes of its prefix."""
@@ -98,17 +127,22 @@ class Content:
             self.run(1)
         self._flights = [flight for flight in self._flights if flight.step > step]
 
-    def _launch(self, flight: Pass) -> None:
+    def _launch(self, flight: Pass | PageCopy) -> None:
         self.launched_passes += 1
         self._stream.append(flight)
-        if flight.uses:
+        if isinstance(flight, Pass) and flight.uses:
             self._flights.append(flight)
         if not self.lagging and not self.asynchronous:
             self.run(1)
 
-    def _run(self, flight: Pass) -> None:
+    def _run(self, flight: Pass | PageCopy) -> None:
         self.run_passes += 1
         size, device = self.size, self.device
+        if isinstance(flight, PageCopy):
+            at, to = flight.source * size, flight.target * size
+            device[to : to + size] = device[at : at + size]
+            self.written_in[flight.target] = self.written_in[flight.source]
+            return
         for at in range(0, flight.read, size):
             page, stop = flight.pages[at // size], min(at + size, flight.read)
             found = device[page * size : page * size + stop - at]

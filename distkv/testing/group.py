@@ -19,6 +19,7 @@ from distkv.errors import GroupError
 from distkv.group import LocalGroup
 from distkv.host.copies import CopyEngine
 from distkv.keys import Fingerprint, Hash64
+from distkv.ledger import CopyPage
 from distkv.request import Message, StepResult
 
 T = TypeVar("T")
@@ -36,17 +37,20 @@ class SimulatedGroup:
     """``len(configs)`` ranks. ``caches[r]`` is rank r's cache; local fields of its configuration may differ."""
 
     def __init__(self, configs: Sequence[Config], fingerprint: Fingerprint, hash64: Hash64 | None = None,
-                 copies: Sequence[CopyEngine | None] = ()) -> None:
-        """``copies``: each rank's copy engine, where the configurations ask for a host tier.
+                 copies: Sequence[CopyEngine | None] = (), copy_pages: Sequence[CopyPage] = ()) -> None:
+        """``copies``: each rank's copy engine, where the configurations ask for a host tier. ``copy_pages``: what each
+        rank's forks copy pages with.
 
         Raises what the caches raise at start, such as GroupMismatch.
         """
         members = LocalGroup.make(len(configs), timeout_s=0)
         engines = copies or [None] * len(configs)
+        copiers = copy_pages or [None] * len(configs)
         with ThreadPoolExecutor(len(configs)) as pool:  # the exchange at start is the one moment that waits
             self.caches = list(
-                pool.map(lambda given: PrefixCache(given[0], fingerprint, given[1], copies=given[2], hash64=hash64),
-                         zip(configs, members, engines, strict=True))
+                pool.map(lambda given: PrefixCache(given[0], fingerprint, given[1], copies=given[2],
+                                                   copy_page=given[3], hash64=hash64),
+                         zip(configs, members, engines, copiers, strict=True))
             )
         self.size = len(configs)
         self.members = members
@@ -125,11 +129,12 @@ class SimulatedGroup:
 def _agreed_state(cache: PrefixCache) -> dict[str, object]:
     running = [
         (s.id, s.cached_tokens, s.seq_len, s.committed, s.reserved, len(s.page_indices),
-         s.read_in_progress, s.chain.tokens.tolist())
+         s.read_in_progress, s.forking, [pages.tail for pages in s.lists], s.chain.tokens.tolist())
         for s in cache.running.values()
     ]
     counters = cache._agreement.counters
     state = {"running": running, "waiting": cache.waiting_ids, "suspended": list(cache.suspended),
+             "kept": {name: (s.committed, len(s.page_indices)) for name, s in cache.kept.items()},
              "leftover": cache.leftover, "steps": counters.steps,
              "collectives": counters.collectives, "epoch": cache._books.epoch}
     if cache._books.lockstep:

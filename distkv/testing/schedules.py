@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from distkv.errors import GroupError, PeerFailed, PeerFault
 from distkv.keys import Fingerprint
+from distkv.ledger import CopyPage
 from distkv.request import Message, StepResult
 from distkv.testing.content import Content
 from distkv.testing.group import Disagreement, InjectedFault, SimulatedGroup
@@ -53,6 +54,7 @@ class Schedule(Work):
         self.next_id = 0
         self.step_number = 0
         self.version = 0
+        self.p_fork, self.p_keep = rng.choice([(0.0, 0.0), (0.15, 0.01), (0.4, 0.03)])
         self.over = False
         self._reset_work()
         self.refused: list[list[str]] = [[] for _ in self.ranks]
@@ -64,7 +66,17 @@ class Schedule(Work):
         return [Content(self.size, config.pool.pages, asynchronous=self.asynchronous) for config in self.configs]
 
     def make_group(self) -> SimulatedGroup:
-        return SimulatedGroup(self.configs, Fingerprint(model="simulated"))
+        return SimulatedGroup(self.configs, Fingerprint(model="simulated"), copy_pages=self.copiers())
+
+    def copiers(self) -> list[CopyPage]:
+        """What forks copy pages with, on each rank."""
+        def copier(content: Content) -> CopyPage:
+            def copy_page(label: str, source: int, target: int) -> None:
+                self.counts["tails copied"] += 1
+                content.copied(source, target, self.step_number)
+            return copy_page
+
+        return [copier(content) for content in self.contents]
 
     def plan(self) -> Plan:
         self.next_id += 1
@@ -113,8 +125,16 @@ class Schedule(Work):
 
     def after(self, quiet: bool) -> None:
         """Calls that all ranks make between two steps."""
+        if quiet:
+            self.let_kept_go()
+        elif self.rng.random() < self.p_fork:
+            self.fork(wait=self.rng.random() < 0.4)
         if self.rng.random() < 0.1:
             self.grow()
+
+    def let_kept_go(self) -> None:
+        for name in list(self.group.caches[0].kept):
+            self.group.each(lambda cache, name=name: cache.abort(name))  # type: ignore[misc]
 
     def new_version(self) -> str:
         self.version += 1
@@ -162,6 +182,8 @@ class Schedule(Work):
             self.reset_in_flight()
         if not quiet and rng.random() < 0.1:
             self.grow(wait=self.wait_to_grow)
+        if not quiet and rng.random() < self.p_fork / 4:
+            self.fork(wait=rng.random() < 0.7)
         calls = [self.abort_call()] if self.known_ids() and rng.random() < self.p_abort and not quiet else []
         calls += self.more_calls(quiet) + self.work_calls()
         rng.shuffle(calls)
@@ -175,8 +197,11 @@ class Schedule(Work):
                 self.perturb_in_flight(rank)
         outcomes = self.group.end()
         for rank, outcome in enumerate(outcomes):
-            for sequence in outcome.ready if isinstance(outcome, StepResult) else ():
-                self.contents[rank].expect(sequence, self.step_number)
+            if isinstance(outcome, StepResult):
+                for sequence in outcome.ready:
+                    self.contents[rank].expect(sequence, self.step_number)
+                for forked in outcome.forked:
+                    self.contents[rank].forked(forked.parent, forked.children, self.step_number)
         for rank in self.ranks:
             for call in calls[before[rank] :]:
                 call(rank)
@@ -232,6 +257,7 @@ class Schedule(Work):
 
         return (result.step, alive(tuple(s.id for s in result.ready)), alive(tuple(s.id for s in result.loading)),
                 alive(tuple(s.id for s in result.grown)), result.to_preempt,
+                [(f.parent.id, [child.id for child in f.children]) for f in result.forked],
                 [w for w in result.waiting if w.request_id not in self.ended],
                 result.leftover, result.collective)
 
@@ -239,6 +265,9 @@ class Schedule(Work):
         self.counts["admitted"] += len(result.ready)
         self.counts["hits"] += sum(1 for s in result.ready if s.cached_tokens)
         self.counts["refused"] += len(result.refused)
+        self.counts["forked after waiting"] += len(result.forked)
+        self.counts["forked although the parent ended"] += sum(
+            1 for forked in result.forked if forked.parent.ended not in (None, "kept"))
         self.counts["skipped"] += not result.collective
         if self.lockstep:
             self.counts["steps in lockstep"] += 1

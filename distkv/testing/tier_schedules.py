@@ -46,7 +46,8 @@ class TierSchedule(Schedule):
     def make_group(self) -> SimulatedGroup:
         self.engines = [SimulatedCopies(content, random.Random(self.rng.random())) if config.host.pages else None
                         for content, config in zip(self.contents, self.configs, strict=True)]
-        group = SimulatedGroup(self.configs, Fingerprint(model="simulated"), copies=self.engines)
+        group = SimulatedGroup(self.configs, Fingerprint(model="simulated"), copies=self.engines,
+                               copy_pages=self.copiers())
         for cache, engine in zip(group.caches, self.engines, strict=True):
             if engine is not None:
                 engine.epoch = partial(getattr, cache._books, "epoch")
@@ -56,6 +57,7 @@ class TierSchedule(Schedule):
 
     def perturb(self, quiet: bool) -> None:
         self.asked = {name: len(pages) for name, pages in self.growing.items()}
+        self.ask_fork = {name for name, sequence in self.group.caches[0].running.items() if sequence.forking}
         super().perturb(quiet)
         for rank in self.ranks:
             self.play(rank)
@@ -129,9 +131,12 @@ class TierSchedule(Schedule):
     def after(self, quiet: bool) -> None:
         rng = self.rng
         if quiet:
+            self.let_kept_go()
             return
         if rng.random() < 0.15:
             self.grow(wait=self.wait_to_grow)
+        if rng.random() < self.p_fork:
+            self.fork(wait=self.wait_to_grow and rng.random() < 0.7)
         if rng.random() < 0.02 * self.trouble:
             self.reset()
 
@@ -146,6 +151,7 @@ class TierSchedule(Schedule):
         fresh = [s.id for s in (*result.ready, *result.loading) if s.id not in self.loading]
         self.loading = {s.id for s in result.loading}
         waits = [name for name, left in asked.items() if left and name not in self.ended]
+        waits += self.ask_fork - {forked.parent.id for forked in result.forked} - self.ended
         if waits and fresh:
             raise Disagreement(f"{fresh} were admitted ahead of {waits}, which wait to grow: {result}")
         self.counts["read in"] += sum(1 for s in result.ready if s.record.host_tokens)
