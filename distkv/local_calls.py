@@ -17,10 +17,12 @@ from distkv.errors import HostMemoryError, InvariantError, MessageError, Sequenc
 from distkv.host.copies import Copy
 from distkv.host.tier import HostTier
 from distkv.ledger import MAIN, Ledger
+from distkv.pages import Ids
 from distkv.sequence import Sequence
 from distkv.stats import Stats, stats_of
 from distkv.table_buffers import TableBuffers
 from distkv.tables import Tables, build
+from distkv.windows import SlidingLedger
 
 __all__ = ["LocalCalls"]
 
@@ -67,13 +69,27 @@ class LocalCalls:
         rows = self._books.tier.engine.rows if self._books.tier is not None else None
         return rows.kind if rows is not None else None
 
-    def host_row(self, page: int) -> torch.Tensor:
-        """The bytes of a host page: uint8 ``[bytes_per_page]``, a view, whose order is ``kv.layout.order``.
+    def window_pages(self, prefix: CachedPrefix, label: str) -> tuple[Ids, Ids]:
+        """Where a sliding label has its pages of a cached prefix: on the device and on the host, int32 ``[pages]``.
+
+        -1: not there; a page is in one place, or in none. Changes nothing.
+        """
+        ledger = self._ledger(label)
+        if not isinstance(ledger, SlidingLedger):
+            raise MessageError(f"label {label!r} has no pages of its own for a prefix: it is no sliding one")
+        chain = self._books.namer.chain(prefix.tokens, adapter=prefix.adapter, salt=prefix.salt)
+        places, base = ledger.windows.places(self._books.renamed(chain).keys), ledger.pool.total
+        return (np.where(places < base, places, -1).astype(np.int32),
+                np.where(places >= base, places - base, -1).astype(np.int32))
+
+    def host_row(self, page: int, label: str = MAIN) -> torch.Tensor:
+        """The bytes of a host page of a label: uint8 ``[bytes_per_page]``, a view, whose order is ``kv.layout.order``.
 
         What it holds is of use once the copy that fills it has ended, see :meth:`settle`. Raises HostMemoryError
         without a host tier that has memory.
         """
-        rows = self._books.tier.engine.rows if self._books.tier is not None else None
+        tier = self._ledger(label).tier
+        rows = tier.engine.rows if tier is not None else None
         if rows is None:
             raise HostMemoryError("this rank has no host pages to look at", asked=0, got=0)
         return rows.row(page)
@@ -181,10 +197,11 @@ class LocalCalls:
         if self.config.host.skip_slow_loads and tokens > 0 and seconds > 0:
             self._books.prefill_took(tokens, seconds)
 
-    def watch_copies(self, watch: Callable[[Copy], None] | None) -> None:
-        """``watch(copy)`` is called from now on for every copy that is ordered, before it begins; None: nobody is.
+    def watch_copies(self, watch: Callable[[Copy], None] | None, label: str = MAIN) -> None:
+        """``watch(copy)`` is called from now on for every copy of a label that is ordered, before it begins.
 
-        For whoever follows what a page holds. It must not call the cache.
+        None: nobody is called. For whoever follows what a page holds. It must not call the cache.
         """
-        for tier in self._tiers:
+        tier = self._ledger(label).tier
+        if tier is not None:
             tier.ordered = watch if watch is not None else lambda copy: None

@@ -5,12 +5,13 @@ No tolerance: two swapped pages move logits by as much as rounding does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from distkv.engine.pool import KVPool
 from distkv.engine.record import Recorded, RecordedRequest, Recording
 from distkv.errors import GateFailed
 
@@ -96,18 +97,19 @@ class GateReport:
 
 
 def differing_pages(
-    differs: np.ndarray, page_ids: np.ndarray, page_size: int, first_page: int = 0
+    differs: np.ndarray, page_ids: np.ndarray, page_size: int, first_page: int = 0, layers: Sequence[int] | None = None
 ) -> Iterator[PageDifference]:
     """``differs`` (bool ``[tokens, layers, 2]``, from page ``first_page`` on) by page, layer and plane, in order.
 
-    ``page_ids`` are the pool pages of the whole sequence.
+    ``page_ids`` are the pool pages of the whole sequence; ``layers`` the numbers of the layers in the model.
     """
     for page in np.unique(np.flatnonzero(differs.any(axis=(1, 2))) // page_size).tolist():
         part = differs[page * page_size : (page + 1) * page_size]
         index = first_page + page
         for layer, plane in np.argwhere(part.any(axis=0)).tolist():
             offset = int(part[:, layer, plane].argmax())
-            yield PageDifference(index, int(page_ids[index]), layer, plane, index * page_size + offset, offset,
+            number = layer if layers is None else layers[layer]
+            yield PageDifference(index, int(page_ids[index]), number, plane, index * page_size + offset, offset,
                                  int(part[:, layer, plane].sum()))  # fmt: skip
 
 
@@ -122,23 +124,24 @@ def compare(recording: Recording, expected: Mapping[str, Recorded], *, rank: int
         request = recording.requests[name]
         found += [
             Difference(number, token, layer, rank, name, text)
-            for token, layer, text in _differences(request, wanted, recording.pool.page_size)
+            for token, layer, text in _differences(request, wanted, recording.pool)
         ]
         rows, pages = rows + len(request.logits), pages + len(request.page_ids)
         cached += request.cached_tokens
     return GateReport(len(expected), rows, pages, cached, tuple(sorted(found)))
 
 
-def _differences(request: RecordedRequest, wanted: Recorded, page_size: int) -> Iterator[tuple[int, int, str]]:
+def _differences(request: RecordedRequest, wanted: Recorded, pool: KVPool) -> Iterator[tuple[int, int, str]]:
     """(token, layer, text) of each."""
     assert request.kv is not None
     assert wanted.kv is not None
     both = min(len(request.kv), len(wanted.kv))
     if len(request.kv) != len(wanted.kv):
         yield both, 0, f"{len(request.kv)} tokens were computed, against {len(wanted.kv)}"
-    for found in differing_pages(request.kv[:both] != wanted.kv[:both], request.page_ids, page_size):
+    differs = request.kv[:both] != wanted.kv[:both]
+    for found in differing_pages(differs, request.page_ids, pool.page_size, layers=pool.numbers):
         yield found.token, found.layer, found.text("cached" if found.page < len(request.origin) else "own")
-    layers = request.kv.shape[1]
+    layers = pool.numbers[-1] + 1
     if request.logits.keys() != wanted.logits.keys():
         yield both, layers, "logits were taken at other positions"
     for position, value in request.logits.items():

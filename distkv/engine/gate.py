@@ -135,7 +135,8 @@ class Bench:
             if progress is not None:
                 progress(request.id, done, total)
         self.kept = versions
-        return Recomputed(logits, self.pool.token_hashes(self.table, request.committed))
+        layers = self.recording.pool.numbers  # those of the run's pool: of a hybrid model not all
+        return Recomputed(logits, self.pool.token_hashes(self.table, request.committed, layers))
 
     def _cached_page(self, request: RecordedRequest, page: int) -> None:
         """Computes a page that came from the cache, above the pages above which it was computed then."""

@@ -205,16 +205,29 @@ def same_rows(tile: torch.Tensor, reference: torch.Tensor) -> bool:
 
 
 def _query_tiles(model: Model) -> tuple[int, ...]:
-    """The tiles of queries that give the bits of the small one, under short and long contexts."""
+    """The tiles of queries that give the bits of the small one, under short and long contexts, and under a window."""
+    sizes = _tiles_under(model, None)
+    if model.windows is None:
+        return sizes
+    window = _tiles_under(model, model.windows.tokens)
+    return tuple(size for size in sizes if size in window)
+
+
+def _tiles_under(model: Model, window: int | None) -> tuple[int, ...]:
     heads = model.module.config.num_attention_heads // model.size
     longest = padded_keys(min(model.context, 8 * KEYS))
     keys, values = (_random(model, longest, model.kv_heads, model.head_dim, seed=seed) for seed in (1, 2))
     query = _random(model, longest, heads, model.head_dim, seed=3)
     scale = model.head_dim**-0.5
-    what = f"attention, {heads} heads over {model.kv_heads} of {model.head_dim}, in {_name(model)}"
+    kind = f"attention to {window} tokens" if window is not None else "attention"
+    what = f"{kind}, {heads} heads over {model.kv_heads} of {model.head_dim}, in {_name(model)}"
 
     def attend(sizes: tuple[int, ...], start: int, n: int, tokens: int) -> torch.Tensor:
-        return Attention(sizes)(query[start : start + n], keys[:tokens], values[:tokens], start, scale)
+        tiled, part = Attention(sizes), query[start : start + n]
+        if window is None:
+            return tiled(part, keys[:tokens], values[:tokens], start, scale)
+        begin, end = tiled.window_keys(start, n, window)
+        return tiled.windowed(part, keys[begin:end], values[begin:end], start, scale, window)
 
     sizes: tuple[int, ...] = SIZES
     for start in (0, KEYS - ROWS - 3, longest - SIZES[0] - ROWS):

@@ -2,7 +2,9 @@
 
 A page of another prefix, two pages swapped, one element nudged: logits may not show it, the bytes do. With
 ``engine.batch_invariant`` the tokens alone say what the bytes of a page must be. Without, they also depend on the
-batches in which the page was filled, and the check needs the :class:`~distkv.engine.record.Recording` of the run.
+batches in which the page was filled, and the check needs the :class:`~distkv.engine.record.Recording` of the run; then
+the pages of layers with a sliding window are not looked at, since they may come from other batches than the page of the
+same tokens in ``main``.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from distkv.engine.gate import Bench
 from distkv.engine.model import Model
 from distkv.engine.pool import KVPool
 from distkv.engine.record import RecordedRequest, Recording
+from distkv.engine.windowed import WINDOW
 from distkv.entries import NO_PAGES
 from distkv.errors import GateFailed
+from distkv.ledger import MAIN
 from distkv.torch_group import TorchGroup
 
 __all__ = ["CacheCheck", "CachedPageDifference", "check_cache", "check_pages"]
@@ -48,6 +52,8 @@ class CacheCheck:
     differences: tuple[CachedPageDifference, ...]
     host_pages: int = 0
     """How many pages of the host tier were compared, too: of what is there alone, and of copies."""
+    window_pages: int = 0
+    """How many pages of the layers with a sliding window were compared, on the device and on the host."""
 
 
 def check_pages(
@@ -74,20 +80,29 @@ def check_pages(
     return _compared(pool, again.pool, ids, np.arange(first, len(ids)))
 
 
-def check_cache(model: Model, cache: PrefixCache, pool: KVPool, *, recording: Recording | None = None) -> CacheCheck:
+def check_cache(
+    model: Model, cache: PrefixCache, pool: KVPool, *, window: KVPool | None = None, recording: Recording | None = None
+) -> CacheCheck:
     """Every page that ``cache`` has in ``pool`` or on the host, computed again and compared, see :func:`check_pages`.
 
+    ``window``: the pool of a hybrid model's sliding layers, whose cached pages are compared, too, if the model is
+    batch-invariant.
     Every rank of the model's group calls it, between two steps, when no pass is in flight; it waits for copies. The
     ranks may have cached different prefixes if the model is batch-invariant: all compute the prefixes of all, and each
     compares what it has. Raises ``GateFailed`` where pages cannot be checked.
     """
     settled = cache.settle()
     own: dict[bytes, list[_Cached]] = {}
+    windows = window if model.query_tiles is not None else None
     for prefix in cache.cached_prefixes(hosts=True):
-        own.setdefault(prefix.tokens.tobytes(), []).append(_Cached(prefix.pages, prefix.hosts, pool.pages))
+        found_there = _Cached(prefix.pages, prefix.hosts, pool.pages)
+        if windows is not None:
+            found_there.windows = cache.window_pages(prefix, WINDOW)
+        own.setdefault(prefix.tokens.tobytes(), []).append(found_there)
     mine = [(np.frombuffer(data, np.int32), it.places) for data in sorted(own) for it in own[data]]
     again = _again(model, pool, mine, recording)
-    host = _HostPages(cache, model.pool(1, pool.page_size))
+    host = _HostPages(cache, pool)
+    in_window = _WindowPages(cache, windows) if windows is not None else None
     seen: set[int] = set()
     differences: list[CachedPageDifference] = []
     for data in _of_all_ranks(model, sorted(own)):
@@ -98,10 +113,12 @@ def check_cache(model: Model, cache: PrefixCache, pool: KVPool, *, recording: Re
             seen.update(it.pages[new].tolist())
             found = _compared(pool, again.pool, it.pages, np.array(new, dtype=np.int64))
             found += host.compared(again.pool, it.hosts)
+            if in_window is not None:
+                found += in_window.compared(again.pool, it.windows)
             differences += [CachedPageDifference(each, tokens[: (each.page + 1) * pool.page_size]) for each in found]
     if not settled:  # said at the end, for the others had to be helped
         raise GateFailed("a copy between pool and host did not end, so the pages of the host could not be checked")
-    return CacheCheck(len(seen), tuple(differences), len(host.seen))
+    return CacheCheck(len(seen), tuple(differences), len(host.seen), in_window.count if in_window is not None else 0)
 
 
 class _Cached:
@@ -111,14 +128,17 @@ class _Cached:
         self.pages = pages
         self.hosts = hosts
         self.places = np.where(pages >= 0, pages, base + hosts) if len(hosts) else pages
+        self.windows: tuple[np.ndarray, np.ndarray] = (NO_PAGES, NO_PAGES)
+        """Device and host pages of the sliding layers, -1: none."""
 
 
 class _HostPages:
-    """The host tier's pages, through a page of memory that is laid out as the pool is."""
+    """The host pages of a label, through a page of memory that is laid out as its pool is."""
 
-    def __init__(self, cache: PrefixCache, pool: KVPool) -> None:
+    def __init__(self, cache: PrefixCache, like: KVPool, label: str = MAIN) -> None:
         self.seen: set[int] = set()
-        self._cache, self._pool, self._kv = cache, pool, pool.paged()
+        self._cache, self._label, self._pool = cache, label, like.one_page()
+        self._kv = self._pool.paged()
 
     def compared(self, again: KVPool, hosts: np.ndarray) -> list[PageDifference]:
         """Host pages of a prefix (-1: it has none) with the pages that lie in order in ``again``; each once."""
@@ -127,11 +147,29 @@ class _HostPages:
             if host < 0 or host in self.seen:
                 continue
             self.seen.add(host)
-            self._kv.scatter(self._cache.host_row(host).unsqueeze(0).to(self._kv.device), [0])
-            there = self._pool.data[:, :, 0]
+            self._kv.scatter(self._cache.host_row(host, self._label).unsqueeze(0).to(self._kv.device), [0])
             found += [each._replace(pool_page=host, host=True)
-                      for each in _difference(there, again, number, np.zeros(number + 1, np.int32))]
+                      for each in _difference(self._pool, 0, again, number, np.zeros(number + 1, np.int32))]
         return found
+
+
+class _WindowPages:
+    """The pages of the sliding layers, on the device and on the host."""
+
+    def __init__(self, cache: PrefixCache, pool: KVPool) -> None:
+        self._pool, self._hosts, self._seen = pool, _HostPages(cache, pool, WINDOW), set[int]()
+
+    @property
+    def count(self) -> int:
+        """How many were compared."""
+        return len(self._seen) + len(self._hosts.seen)
+
+    def compared(self, again: KVPool, windows: tuple[np.ndarray, np.ndarray]) -> list[PageDifference]:
+        """Those of a prefix, each once, with its pages that lie in order in ``again``."""
+        pages, hosts = windows
+        new = [number for number, page in enumerate(pages.tolist()) if page >= 0 and page not in self._seen]
+        self._seen.update(pages[new].tolist())
+        return _compared(self._pool, again, pages, np.array(new, np.int64)) + self._hosts.compared(again, hosts)
 
 
 def _of_all_ranks(model: Model, mine: list[bytes]) -> list[bytes]:
@@ -147,15 +185,16 @@ def _compared(pool: KVPool, again: KVPool, ids: np.ndarray, numbers: np.ndarray)
     """Pages ``numbers`` of a prefix with the pages ``ids`` in ``pool``, which lie in order in ``again``."""
     found: list[PageDifference] = []
     for number in numbers.tolist():
-        found += _difference(pool.data[:, :, int(ids[number])], again, number, ids)
+        found += _difference(pool, int(ids[number]), again, number, ids)
     return found
 
 
-def _difference(page: torch.Tensor, again: KVPool, number: int, ids: np.ndarray) -> Iterator[PageDifference]:
-    """A page ``[layers, 2, page_size, heads, dim]`` with page ``number`` of ``again``."""
-    there, wanted = (each.contiguous().view(torch.uint8) for each in (page, again.data[:, :, number]))
+def _difference(pool: KVPool, page: int, again: KVPool, number: int, ids: np.ndarray) -> Iterator[PageDifference]:
+    """A page of ``pool`` with page ``number`` of ``again``, which has more layers if the model is a hybrid one."""
+    both = (pool.page(page), again.page(number, pool.numbers))
+    there, wanted = (each.contiguous().view(torch.uint8) for each in both)
     differs = (there != wanted).flatten(3).any(dim=3)  # [layers, 2, page_size]
-    return differing_pages(differs.permute(2, 0, 1).cpu().numpy(), ids, again.page_size, number)
+    return differing_pages(differs.permute(2, 0, 1).cpu().numpy(), ids, again.page_size, number, pool.numbers)
 
 
 class _Again(Protocol):

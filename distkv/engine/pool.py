@@ -154,6 +154,12 @@ class KVPool:
             out[first : first + n] = hashes.reshape(n, 2, count).transpose(0, 2, 1)
         return out
 
+    def one_page(self) -> KVPool:
+        """A pool of one page that is laid out as the pages here are."""
+        kv_heads, head_dim = self.data.shape[4:]
+        return KVPool(layers=self.numbers, pages=1, page_size=self.page_size, kv_heads=kv_heads, head_dim=head_dim,
+                      dtype=self.data.dtype, device=self.data.device)  # fmt: skip
+
     def paged(self, shard: int = 0, shards: int = 1) -> PagedKV:
         """These pages as the host tier copies them; ``shard`` of ``shards``: this rank's share of the heads."""
         return PagedKV(self.data, shard=shard, shards=shards)

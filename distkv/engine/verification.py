@@ -24,6 +24,7 @@ from distkv.engine.record import Recorded, RecordedRequest, Recording
 from distkv.engine.report import Output, OutputLost
 from distkv.engine.requests import Prompt
 from distkv.engine.turns import Talk
+from distkv.engine.windowed import WINDOW
 from distkv.errors import ConfigError, DistKVError, GroupError, ModelError, PromptError
 from distkv.torch_group import TorchGroup
 
@@ -130,7 +131,8 @@ class Verification:
         try:
             self._drive(engine, lambda: _run(engine, trial))
             report = self._compared(engine, trial)
-            pages = check_cache(self._model, engine.cache, engine.pool, recording=engine.recording) if last else None
+            pages = check_cache(self._model, engine.cache, engine.pool, window=engine.pools.get(WINDOW),
+                                recording=engine.recording) if last else None  # fmt: skip
             stats = engine.cache.stats()
         finally:
             engine.close()
