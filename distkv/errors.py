@@ -102,14 +102,16 @@ class RequestError(DistKVError, ValueError):
 class RequestTooLarge(RequestError):
     """A request that would use more pages than the smallest pool of the group has, so it can never run."""
 
-    def __init__(self, request_id: str, pages_needed: int, pages_possible: int, label: str | None = None) -> None:
-        """``label``: that is short of pages; None: ``main``."""
+    def __init__(self, request_id: str, pages_needed: int, pages_possible: int, label: str | None = None, *,
+                 sequences: int = 1) -> None:
+        """``label``: that is short of pages; None: ``main``. ``sequences``: that it needs at the same time."""
+        many, fewer = (f", in {sequences} sequences", ", n or beams") if sequences > 1 else ("", "")
         of, where = (f" of label {label!r}", f"pages of label {label!r}") if label is not None else ("", "pool.pages")
         super().__init__(
             request_id,
-            f"needs {pages_needed} pages{of} for its prompt, output_limit and cache.lookahead_tokens, but the smallest "
-            f"pool of the group has {pages_possible} usable ones (without scratch pages); shorten the prompt, lower "
-            f"output_limit, or raise {where} on every rank",
+            f"needs {pages_needed} pages{of} for its prompt, output_limit and cache.lookahead_tokens{many}, but the "
+            f"smallest pool of the group has {pages_possible} usable ones (without scratch pages); shorten the prompt, "
+            f"lower output_limit{fewer}, or raise {where} on every rank",
         )
         self.pages_needed = pages_needed
         self.pages_possible = pages_possible

@@ -64,7 +64,7 @@ def _check_covered(request: RecordedRequest, recording: Recording, rank: int) ->
     """Cached pages and computed chunks must be all tokens of a request: what nobody computed cannot differ either."""
     at = request.cached_tokens
     where = f"request {request.id!r}, rank {rank}"
-    if at != len(request.origin) * recording.pool.page_size:
+    if -(-at // recording.pool.page_size) != len(request.origin):
         raise GateFailed(f"{where}: {at} tokens came from the cache, but {len(request.origin)} pages")
     for number, i in request.computed:
         chunk = recording.batches[number].chunks[i]
@@ -83,12 +83,13 @@ def _check_origins(request: RecordedRequest, recording: Recording, rank: int) ->
     """
     size = recording.pool.page_size
     for page, origin in enumerate(request.origin):
-        at, end = page * size, (page + 1) * size
+        at, end = page * size, min((page + 1) * size, request.cached_tokens)
         for place in origin:
             chunk = recording.batches[place[0]].chunks[place[1]]
-            low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, end)
+            low, high = max(chunk.start, page * size), min(chunk.start + chunk.n, (page + 1) * size)
             writer = recording.requests[chunk.request_id]
-            if low != at or high <= low or not np.array_equal(writer.tokens[low:high], request.tokens[low:high]):
+            same = np.array_equal(writer.tokens[low:high], request.tokens[low:high])
+            if low != at or not low < high <= end or not same:
                 break
             if (chunk.start, chunk.start + chunk.n) != (low, high):
                 raise GateFailed(

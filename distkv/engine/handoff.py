@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distkv.engine.beam import Beams
 from distkv.engine.sampling import Sampling
 from distkv.errors import DistKVError
 from distkv.torch_group import deadline, named_failures
@@ -42,6 +43,14 @@ class NewRequest:
     matched_cap: int | None = None
     sampling: Sampling | None = None
     """None: greedy."""
+    n: int = 1
+    beams: Beams | None = None
+    """None: no beam search."""
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences it may come to."""
+        return self.beams.width if self.beams is not None else self.n
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,7 @@ class News:
             {
                 **{k: v for k, v in vars(r).items() if k != "tokens"},
                 "sampling": asdict(r.sampling) if r.sampling is not None else None,
+                "beams": asdict(r.beams) if r.beams is not None else None,
                 "n": len(r.tokens),
             }
             for r in self.requests
@@ -89,6 +99,8 @@ class News:
                 fields["adapter"] = (fields["adapter"][0], fields["adapter"][1])
             if fields["sampling"] is not None:
                 fields["sampling"] = Sampling(**fields["sampling"])
+            if fields["beams"] is not None:
+                fields["beams"] = Beams(**fields["beams"])
             requests.append(NewRequest(tokens=tokens[at : at + n], **fields))
             at += n
         header |= {name: tuple(header[name]) for name in ("aborts", "suspends")}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distkv.engine.beam import Beams
 from distkv.engine.handoff import NewRequest, News
 from distkv.engine.requests import Prompt
 from distkv.engine.sampling import Sampling
@@ -23,15 +24,17 @@ def new_request(prompt: Prompt, name: str, ids: np.ndarray, limit: int, *, cache
 
     A prompt that is to be sampled and has no seed gets one here, so that all ranks have the same.
     """
-    sampling = None
+    sampling = beams = None
     if prompt.temperature:
         seed = prompt.seed if prompt.seed is not None else secrets.randbits(64)
         sampling = Sampling(temperature=prompt.temperature, top_k=prompt.top_k, top_p=prompt.top_p, seed=seed)
+    if prompt.beams > 1:
+        beams = Beams(width=prompt.beams, length_penalty=prompt.length_penalty, early_stopping=prompt.early_stopping)
     return NewRequest(
         id=name, tokens=ids, output_limit=limit, salt=prompt.salt, priority=prompt.priority,
         adapter=(prompt.adapter.name, prompt.adapter.generation) if prompt.adapter is not None else None,
         conversation=prompt.conversation, read=prompt.read and cache, write=prompt.write and cache,
-        sampling=sampling,
+        sampling=sampling, n=prompt.n, beams=beams,
     )  # fmt: skip
 
 

@@ -23,19 +23,22 @@ class Lineage:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._own: dict[str, dict[int, tuple[Place, ...]]] = {}
-        self._versions: dict[tuple[str, int], int] = {}
+        self._versions: dict[tuple[tuple[Place, ...] | str, int], int] = {}
 
     def versions(self, request: RecordedRequest, pages: int) -> list[int]:
         """Of its first pages. Raises ``GateFailed`` for a page that was filled before the recording began."""
-        return [self._written(self.writer(request, page), page) for page in range(pages)]
+        return [self._version(self.writer(request, page), self._filled(request, page), page) for page in range(pages)]
 
     def writer(self, request: RecordedRequest, page: int) -> RecordedRequest:
-        """The request that computed a page of ``request``'s table: itself, or whoever filled the cached one."""
+        """The request that computed a page of ``request``'s table: itself, or whoever filled the cached one.
+
+        Of forks that filled a page one after the other the last, which has below it what all of them had.
+        """
         if page >= len(request.origin):
             return request
         if not request.origin[page]:
             raise GateFailed(f"request {request.id!r}: page {page} was filled before the recording began")
-        number, i = request.origin[page][0]
+        number, i = request.origin[page][-1]
         return self._recording.requests[self._recording.batches[number].chunks[i].request_id]
 
     def as_seen(self, request: RecordedRequest, page: int) -> bool:
@@ -51,11 +54,16 @@ class Lineage:
     def _start(self, place: Place) -> int:
         return self._recording.batches[place[0]].chunks[place[1]].start
 
-    def _written(self, writer: RecordedRequest, page: int) -> int:
-        """The version of a page that ``writer`` computed."""
-        key = (writer.id, page)
+    def _filled(self, request: RecordedRequest, page: int) -> tuple[Place, ...]:
+        """Where the tokens of a page of ``request``'s table were computed."""
+        before = request.origin[page] if page < len(request.origin) else ()
+        return (*before, *self._places(request).get(page, ()))
+
+    def _version(self, writer: RecordedRequest, places: tuple[Place, ...], page: int) -> int:
+        """The version of a page that was computed at these places, above the pages of ``writer``."""
+        key = (places or writer.id, page)  # none: they were part of a piece that began in an earlier page
         if key not in self._versions:
-            what = (self._places(writer).get(page, ()), self.versions(writer, page))
+            what = (places, self.versions(writer, page))
             self._versions[key] = xxhash.xxh3_64_intdigest(repr(what).encode())
         return self._versions[key]
 

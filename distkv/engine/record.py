@@ -47,7 +47,8 @@ class RecordedBatch:
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """One request. ``origin[p]`` says where the tokens of its cached page ``p`` had been computed."""
+    """One request, or one fork of it. ``origin[p]`` says where the tokens of its cached page ``p`` had been computed;
+    of a fork the last of them may be filled in part."""
 
     id: str
     prompt_tokens: int
@@ -74,7 +75,7 @@ class Recording:
 
     ``requests`` is by request id. When an id is used again, the later request is recorded as ``id#2``, then ``id#3``
     (in ``batches``, too); and so are the parts of a request that was suspended, of which each but the last has ended
-    there.
+    there. A fork is a request of its own, which has taken from the cache what its parent had computed.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -85,10 +86,12 @@ class Recording:
         self._on_host: dict[int, tuple[Place, ...]] = {}
         self._names: dict[str, str] = {}
         self._parts: dict[str, list[str]] = {}
+        self._tails: dict[str, tuple[int, tuple[Place, ...]]] = {}
+        """Of each owner of a shared tail that has not written since: the page, and where its tokens were computed."""
 
     def admitted(self, request_id: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
         """A request begins: its prompt, and the first pages of its table if ``cached_tokens`` came from the cache."""
-        cached = cached_tokens // self.pool.page_size
+        cached = -(-cached_tokens // self.pool.page_size)
         origin = tuple(self.origin_of(page) for page in pages[:cached].tolist())
         name, times = request_id, 1
         while name in self.requests:
@@ -97,6 +100,14 @@ class Recording:
         self._names[request_id] = name
         self._parts.setdefault(request_id, []).append(name)
         self.requests[name] = RecordedRequest(name, len(tokens), cached_tokens, origin, tokens.copy())
+
+    def forked(self, parent: str, child: str, tokens: np.ndarray, cached_tokens: int, pages: np.ndarray) -> None:
+        """As :meth:`admitted`, of a fork; neither has written since into the last page, if that is partly filled."""
+        self.admitted(child, tokens, cached_tokens, pages)
+        if cached_tokens % self.pool.page_size:
+            page = int(pages[cached_tokens // self.pool.page_size])
+            for name in (self._names[parent], self._names[child]):
+                self._tails[name] = page, self.origin_of(page)
 
     def ran(
         self,
@@ -117,6 +128,9 @@ class Recording:
             new = ids[i][max(0, len(request.tokens) - chunk.start) :]
             if len(new):
                 request.tokens = np.concatenate([request.tokens, new])
+            shared = self._tails.pop(chunk.request_id, None)
+            if shared is not None and (page := int(table[chunk.start // size])) != shared[0]:
+                self._writers[page] = list(shared[1])  # it was copied there
             for index in range(chunk.start // size, (chunk.start + chunk.n - 1) // size + 1):
                 page = int(table[index])
                 if chunk.start <= index * size:

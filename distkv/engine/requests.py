@@ -14,9 +14,12 @@ import numpy as np
 from distkv.errors import DistKVError, PromptError
 from distkv.keys import Adapter
 
-__all__ = ["Completion", "FinishReason", "Prompt", "check_prompt", "checked_fields"]
+__all__ = ["Choice", "Completion", "FinishReason", "Prompt", "check_prompt", "checked_fields"]
 
 FinishReason = Literal["stop", "length", "aborted", "refused"]
+
+_MOST = 1024
+"""Answers of one request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +50,41 @@ class Prompt:
     seed: int | None = None
     """0 to 2**64 - 1. Equal seeds give equal tokens for equal prompts wherever the logits have equal bits; None: rank
     0 takes one at random. Neither it nor the three before change what is shared in the cache."""
+    n: int = 1
+    """Answers wanted, 1 to 1024. Without ``beams`` they are samples: the prompt is computed once, and forked into
+    ``n``. Sample ``i`` has the tokens of a request of its own with the seed ``(seed + i) % 2**64``; with temperature 0
+    all are equal. With ``beams`` the ``n`` best."""
+    beams: int = 1
+    """Above 1, to 1024: beam search, which keeps so many of the likeliest beginnings of an answer. Without sampling."""
+    length_penalty: float = 1.0
+    """Of beam search, -10 to 10: an answer's score is the sum of its tokens' log probabilities, divided by its length
+    to the power of this. Above 0 it favours long answers."""
+    early_stopping: bool | Literal["never"] = False
+    """Of beam search. True: it ends with ``beams`` whole answers. False: when the best beam's score as it is now is no
+    better than the worst of so many. "never": when no beam can become better than that."""
     on_token: Callable[[int], None] | None = None
     """Called on rank 0 with each token of the answer, after the batch that gave it: the request may have ended by then.
-    An exception of it is logged, and it is not called again; the request itself goes on."""
+    An exception of it is logged, and it is not called again; the request itself goes on. Of several samples it hears
+    the first alone; with beam search, whose tokens are known at its end, there cannot be one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One answer to a request. ``token_ids`` has the stop token if there was one, ``text`` has not."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str | None
+    """None without a tokenizer."""
+    finish_reason: FinishReason
+    score: float | None = None
+    """Of beam search, see ``Prompt.length_penalty``; natural logarithms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The end of one request. ``token_ids`` has the stop token if there was one, ``text`` has not."""
+    """The end of one request. ``token_ids``, ``text`` and ``finish_reason`` are those of its first choice, unless it
+    was aborted or refused. ``token_ids`` has the stop token if there was one, ``text`` has not."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -66,14 +96,18 @@ class Completion:
     ttft_s: float | None
     """Seconds from submit to the first token; None without a token, and on other ranks than rank 0."""
     steps: int
-    """Engine steps in which it was computed."""
+    """Engine steps in which it was computed; of several answers the most."""
     finish_reason: FinishReason
     error: DistKVError | None = None
     """Why it was refused."""
     host_tokens: int = 0
     """Those of the cached tokens that were read in from the host, on this rank or another."""
     suspended: int = 0
-    """How many times it was suspended to make room for others. What it had to compute again is not counted here."""
+    """How many times it was suspended to make room for others, all samples together. What it had to compute again is
+    not counted here."""
+    choices: tuple[Choice, ...] = ()
+    """All ``Prompt.n`` answers, by sample or the best first. Beam search may find fewer, in a tiny vocabulary. One that
+    was aborted has what there was. None of a refused request."""
 
     @property
     def device_tokens(self) -> int:
@@ -108,8 +142,10 @@ def checked_fields(prompt: Prompt) -> Prompt:
     for field in ("read", "write"):
         if not isinstance(getattr(prompt, field), (bool, np.bool_)):
             raise PromptError(name, f"{field} must be True or False, not {getattr(prompt, field)!r}")
+    if prompt.early_stopping != "never" and not isinstance(prompt.early_stopping, (bool, np.bool_)):
+        raise PromptError(name, f"early_stopping must be True, False or 'never', not {prompt.early_stopping!r}")
     limit, top_k, seed = prompt.output_limit, prompt.top_k, prompt.seed
-    return replace(
+    checked = replace(
         prompt, adapter=adapter, read=bool(prompt.read), write=bool(prompt.write),
         output_limit=None if limit is None else _whole(name, "output_limit", limit),
         priority=_whole(name, "priority", prompt.priority),
@@ -117,7 +153,23 @@ def checked_fields(prompt: Prompt) -> Prompt:
         top_p=_number(name, "top_p", prompt.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1),
         top_k=None if top_k is None else _whole(name, "top_k", top_k, 1, None),
         seed=None if seed is None else _whole(name, "seed", seed, 0, 2**64 - 1),
+        n=_whole(name, "n", prompt.n, 1, _MOST), beams=_whole(name, "beams", prompt.beams, 1, _MOST),
+        length_penalty=_number(name, "length_penalty", prompt.length_penalty, "from -10 to 10", lambda x: abs(x) <= 10),
+        early_stopping="never" if prompt.early_stopping == "never" else bool(prompt.early_stopping),
     )  # fmt: skip
+    if checked.beams > 1:
+        _check_beams(name, checked)
+    return checked
+
+
+def _check_beams(request_id: str, prompt: Prompt) -> None:
+    if prompt.temperature:
+        raise PromptError(request_id, f"beams is {prompt.beams}, but beam search draws no tokens: temperature must be "
+                                      f"0, not {prompt.temperature}")  # fmt: skip
+    if prompt.n > prompt.beams:
+        raise PromptError(request_id, f"n must be at most beams, which is {prompt.beams}, not {prompt.n}")
+    if prompt.on_token is not None:
+        raise PromptError(request_id, "on_token must be None with beam search: its tokens are known at its end")
 
 
 def _whole(request_id: str, field: str, value: Any, low: int | None = None, high: int | None = None) -> int:

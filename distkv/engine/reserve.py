@@ -5,13 +5,14 @@ All of it follows from what the ranks have agreed on, so every rank does the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distkv.cache import PrefixCache
+from distkv.engine.handoff import NewRequest
 from distkv.engine.state import Running
 
-__all__ = ["Reserve"]
+__all__ = ["Reserve", "victim"]
 
 
 class Reserve:
@@ -24,16 +25,29 @@ class Reserve:
     def __init__(self, cache: PrefixCache, reserve_tokens: int | None) -> None:
         self._cache = cache
         self._page_size = cache.config.cache.page_size
+        self._lookahead = cache.config.cache.lookahead_tokens
         self._tokens = reserve_tokens
 
-    def limit(self, prompt: int, output_limit: int) -> int:
+    def limit(self, prompt: int, output_limit: int, *, beams: bool = False) -> int:
         """For how many tokens of the answer a request is to have room at its admission.
 
-        For all of them if it is too large for the group: the cache refuses it then.
+        For all of them if it is too large for the group: the cache refuses it then. And for all with ``beams``, which
+        have to run at the same time.
         """
-        if self._tokens is None or self._pages(prompt + output_limit) > self._cache.pool_pages:
+        if self._tokens is None or beams or self._pages(prompt + output_limit) > self._cache.pool_pages:
             return output_limit
         return min(output_limit, self._tokens)
+
+    def pages_of(self, new: NewRequest) -> int:
+        """Pages that a request has to be able to have at once: of its sequences, which share its prompt's full pages.
+
+        Beams go on together to the end. Samples can be suspended, but not before they are there.
+        """
+        prompt, limit = len(new.tokens), new.output_limit
+        if new.beams is None and self._tokens is not None:
+            limit = min(limit, self._tokens)
+        each = self._pages(prompt + limit + self._lookahead)
+        return each + (new.sequences - 1) * (each - prompt // self._page_size)
 
     def has_room(self, running: Running) -> bool:
         """Whether the next token has a place."""
@@ -61,3 +75,16 @@ class Reserve:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
+
+
+def victim(name: str, running: Mapping[str, Running]) -> str:
+    """Who is to be suspended when the cache names the last admitted sequence; "": nobody.
+
+    The request that was admitted first is never suspended, though it may have come to have the last sequence: its beams
+    go on together or not at all.
+    """
+    first = next(iter(running.values())).request
+    if running[name].request != first or running[name].family is None:
+        return name
+    others = [each for each, other in running.items() if other.request != first]
+    return others[-1] if others else ""

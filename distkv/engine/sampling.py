@@ -18,7 +18,7 @@ import torch
 
 from distkv.errors import ModelError
 
-__all__ = ["Sampling", "choose", "draw", "uniform"]
+__all__ = ["Sampling", "choose", "draw", "largest", "seed_of", "uniform"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,11 @@ def uniform(seed: int, position: int) -> float:
     return float(int(np.random.Philox(key=seed, counter=position).random_raw()) >> 11) * 2.0**-53
 
 
+def seed_of(seed: int, sample: int) -> int:
+    """The seed of a request's sample: that of a request of its own that is answered alike. Sample 0 has ``seed``."""
+    return (seed + sample) % 2**64
+
+
 def draw(logits: np.ndarray, sampling: Sampling, position: int) -> int:
     """One token of float logits ``[vocab]``, the largest of them finite; ``position`` is the token's own.
 
@@ -52,7 +57,7 @@ def draw(logits: np.ndarray, sampling: Sampling, position: int) -> int:
     with np.errstate(over="ignore"):  # minus infinity is right
         weights = np.exp((values - values.max()) / sampling.temperature)
     if sampling.top_k is not None and sampling.top_k < len(weights):
-        weights = _kept(weights, _largest(values, sampling.top_k))
+        weights = _kept(weights, largest(values, sampling.top_k))
     if sampling.top_p < 1.0:
         weights = _kept(weights, _nucleus(weights, sampling.top_p))
     sums = np.cumsum(weights)
@@ -67,7 +72,7 @@ def _kept(weights: np.ndarray, keep: np.ndarray) -> np.ndarray:
     return out
 
 
-def _largest(values: np.ndarray, k: int) -> np.ndarray:
+def largest(values: np.ndarray, k: int) -> np.ndarray:
     """Ids of the ``k`` largest values; of equal ones the lowest ids."""
     bound = np.partition(values, -k)[-k]
     ids = np.flatnonzero(values >= bound)

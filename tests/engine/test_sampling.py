@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distkv.engine.requests import Prompt
-from distkv.engine.sampling import Sampling, _largest, _nucleus, choose, draw, uniform
+from distkv.engine.sampling import Sampling, _nucleus, choose, draw, largest, uniform
 from distkv.errors import ModelError, PromptError
 from tests.engine import tiny
 
@@ -99,7 +99,7 @@ def test_what_is_kept_is_the_fewest_likely_tokens_lowest_ids_first(case: tuple[l
         kept.append(order[len(kept)])
     assert _nucleus(np.array(weights, float), share / 64).tolist() == kept
     k = min(k, len(weights))
-    assert _largest(np.array(weights, float), k).tolist() == order[:k]
+    assert largest(np.array(weights, float), k).tolist() == order[:k]
 
 
 def test_extreme_temperatures_shares_and_logits_are_exact() -> None:
