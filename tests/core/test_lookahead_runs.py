@@ -125,8 +125,8 @@ class DraftContent(Content):
 class Drafting:
     """Mixed into a schedule: its engine drafts up to three tokens behind the limit."""
 
-    def work(self, rank: int, request_id: str, seed: float, extra: int = 0) -> None:
-        super().work(rank, request_id, seed, extra + 3)  # type: ignore[misc]
+    def work(self, rank: int, request_id: str, seed: float, extra: int = 0, forking: bool = False) -> None:
+        super().work(rank, request_id, seed, extra + 3, forking)  # type: ignore[misc]
 
 
 class DraftSchedule(Drafting, schedules.Schedule):
@@ -157,7 +157,8 @@ def test_ranks_that_were_told_another_depth_do_not_start() -> None:
 def test_random_schedules_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both tiers, lockstep, faults, suspended requests: no rank ever uses a page with other next tokens."""
     counts = sum((run_group(seed, 2, monkeypatch) for seed in range(8 * EXAMPLES)), Counter())
-    assert min(counts[name] for name in ("hits", "evicted", "read in", "suspended", "in lockstep")) > 0, counts
+    seen = ("hits", "evicted", "read in", "suspended", "in lockstep", "forked")
+    assert min(counts[name] for name in seen) > 0, counts
 
 
 def test_random_schedules_show_a_group_that_was_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
