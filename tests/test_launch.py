@@ -264,7 +264,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["tp2.yaml"], TWO | {"NODE_RANK": "2", "MASTER_PORT": "1"}, ["NODE_RANK: is 2, but hosts count from 0 to"]),
     (["tp2.yaml"], TWO | {"MASTER_PORT": "FREE", "MASTER_ADDR": "a:7"}, ["without a port, got 'a:7'"]),
     (["tp2.yaml"], TWO | {"MASTER_PORT": "TAKEN"}, ["MASTER_PORT: port ", "is taken by another program"]),
-    (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE"}, ["NPROC: must be set on every host, because the configuration's ranks, 3, are"]),
+    (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE"}, ["NPROC: must be set on every host", "ranks, 3, are"]),
     (["tp3.yaml"], TWO | {"MASTER_PORT": "FREE", "NPROC": "3"}, ["NPROC: is 3 on this host, of NNODES 2"]),
     (["tp2.yaml", "--module", "a_case"], TWO | {"MASTER_PORT": "FREE", "NODE_RANK": "1", "JOIN_S": "1"},
      ["the 2 hosts did not meet at 127.0.0.1 port ", "within 1 s (JOIN_S)"]),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import torch.distributed as dist
 
@@ -26,7 +28,7 @@ __all__ = ["hand_over", "meet"]
 logger = logging.getLogger(__name__)
 
 _MEETING = "the meeting of the tasks of srun"
-_ANSWER_S = 5.0  # for whatever listens at a port to say that it is rank 0's store
+_CONNECT_S = 5.0  # for a host to say whether anything listens at a port
 _PAUSE_S = 0.2
 _LOOPBACK = "127.0.0.1"
 
@@ -105,26 +107,38 @@ def _open(ports: Sequence[int], size: int, mark: str, seconds: float) -> dist.TC
 
 
 def _find(address: str, ports: Sequence[int], mark: str, layout: Layout, seconds: float) -> int:
-    """The port at which a store with the mark answers."""
+    """The port at which a store with the mark answers.
+
+    torch waits for ever for a listener that says nothing, so each question has a thread of its own, which may stay.
+    """
     end = time.monotonic() + seconds
-    while True:
+    asked: dict[int, Future[bool]] = {}
+    while time.monotonic() < end:
         for port in ports:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise GroupTimeout(f"{_MEETING} at {address}, port {' or '.join(map(str, ports[:2]))}", seconds,
-                                   rank=layout.rank, step=-1)  # fmt: skip
-            if _is_marked(address, port, mark, min(left, _ANSWER_S)):
+            if port not in asked:
+                asked[port] = _ask(address, port, mark, seconds)
+        wait(asked.values(), _PAUSE_S, FIRST_COMPLETED)
+        for port in [port for port, answer in asked.items() if answer.done()]:
+            if asked.pop(port).result():
                 return port
         time.sleep(_PAUSE_S)
+    raise GroupTimeout(f"{_MEETING} at {address}, port {' or '.join(map(str, ports[:2]))}", seconds, rank=layout.rank,
+                       step=-1)  # fmt: skip
 
 
-def _is_marked(address: str, port: int, mark: str, seconds: float) -> bool:
-    try:
-        socket.create_connection((address, port), seconds).close()  # torch would try again until its deadline
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=deadline(seconds))
-        return store.check([mark])
-    except (OSError, RuntimeError):  # nobody yet, or no store
-        return False
+def _ask(address: str, port: int, mark: str, seconds: float) -> Future[bool]:
+    answer: Future[bool] = Future()
+
+    def ask() -> None:
+        try:
+            socket.create_connection((address, port), _CONNECT_S).close()  # torch would try again until its deadline
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=deadline(seconds))
+            answer.set_result(store.check([mark]))
+        except (OSError, RuntimeError):  # nobody yet, or no store
+            answer.set_result(False)
+
+    threading.Thread(target=ask, name="meeting", daemon=True).start()
+    return answer
 
 
 def _check_resolves(address: str) -> None:

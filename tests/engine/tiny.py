@@ -54,7 +54,7 @@ def model_folder(
     return folder
 
 
-def plain_folder(folder: Path) -> Path:
+def plain_folder(folder: Path, kv_heads: int = 4) -> Path:
     """A Llama as :func:`model_folder` makes one, of 4 KV heads, without torch: for threads beside the tests."""
     from safetensors.numpy import save_file
 
@@ -67,7 +67,8 @@ def plain_folder(folder: Path) -> Path:
     add("model.embed_tokens", VOCAB, 96)
     for i in range(2):
         for name, rows, columns in [
-            ("self_attn.q_proj", 96, 96), ("self_attn.k_proj", 32, 96), ("self_attn.v_proj", 32, 96),
+            ("self_attn.q_proj", 96, 96), ("self_attn.k_proj", 8 * kv_heads, 96),
+            ("self_attn.v_proj", 8 * kv_heads, 96),
             ("self_attn.o_proj", 96, 96), ("mlp.gate_proj", 192, 96), ("mlp.up_proj", 192, 96),
             ("mlp.down_proj", 96, 192),
         ]:  # fmt: skip
@@ -80,9 +81,9 @@ def plain_folder(folder: Path) -> Path:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 96,
-        "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4,
-        "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1,
-        "tie_word_embeddings": False,
+        "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 12,
+        "num_key_value_heads": kv_heads, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": 2,
+        "bos_token_id": 1, "tie_word_embeddings": False,
     }))  # fmt: skip
     return folder
 
