@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distkv.testing.processes import choose_backend
+from distkv.testing.processes import choose_backend, world_sizes
 
-WORLD_SIZES = (1, 2, 4)
+WORLD_SIZES = world_sizes((1, 2, 4))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from distkv._parent import die_with
 
-__all__ = ["Job", "Raised", "Report", "main"]
+__all__ = ["Job", "Raised", "Report", "call", "describe", "main"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,9 @@ def main(job_path: str) -> None:
     die_with(job.parent)
     try:
         _join_group(job)
-        _import_target(job)
-        target, args = pickle.loads(job.call)
-        report = Report(result=_pickled(target(job.rank, job.world_size, *args)))
+        report = Report(result=call(job))
     except Exception as error:  # noqa: BLE001  # handed to the parent
-        report = Report(raised=_describe(error))
+        report = Report(raised=describe(error))
     _flush()
     unfinished = path.with_suffix(".writing")
     unfinished.write_bytes(pickle.dumps(report))
@@ -82,6 +80,13 @@ def main(job_path: str) -> None:
         _flush()
         os._exit(1)
     _leave()
+
+
+def call(job: Job) -> bytes:
+    """Calls the target in this process; returns its result, pickled."""
+    _import_target(job)
+    target, args = pickle.loads(job.call)
+    return _pickled(target(job.rank, job.world_size, *args))
 
 
 def _leave() -> None:
@@ -143,7 +148,7 @@ def _load(name: str, file: str) -> ModuleType:
     return module
 
 
-def _describe(error: Exception) -> Raised:
+def describe(error: Exception) -> Raised:
     kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
     attributes = {}
     for name, value in vars(error).items():

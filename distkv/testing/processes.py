@@ -40,9 +40,13 @@ from distkv.testing._outcome import POLL_S, Outcome, RanksFailed, all_ended, con
 from distkv.testing._rank import Job, Raised
 from distkv.testing.warm import WarmProcess, current
 
-__all__ = ["Outcome", "Raised", "RanksFailed", "Target", "choose_backend", "run_outcomes", "run_ranks"]
+__all__ = ["Outcome", "Raised", "RanksFailed", "Target", "choose_backend", "run_outcomes", "run_ranks",
+           "use_runner", "world_sizes"]
 
 logger = logging.getLogger(__name__)
+
+# The tests may run under a launcher themselves, which has not started the ranks that they start.
+_OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_", "MV2_", "MVP_", "HYD", "SLURM", "TORCHELASTIC_")
 
 
 class Target(Protocol):
@@ -95,8 +99,37 @@ def run_outcomes(
     return _run(target, world_size, args, timeout_s, backend, env, fresh, until=all_ended)
 
 
+class Runner(Protocol):
+    """Ranks that are there already: see :mod:`distkv.testing.under_launcher`."""
+
+    world_size: int
+    backend: str
+
+    def run(self, first: Job, may_fail: bool, env: Mapping[str, str] | None, /) -> list[Outcome] | None:
+        """Runs the job of rank 0 on all ranks, with their own ranks; None if it has to have new processes."""
+
+
+_runner: Runner | None = None
+
+
+def use_runner(runner: Runner | None) -> None:
+    """From now on cases are given to ``runner`` first."""
+    global _runner
+    _runner = runner
+
+
+def world_sizes(usual: Sequence[int]) -> tuple[int, ...]:
+    """Which numbers of ranks to test at: that of the launcher, or the usual ones if tests start their ranks."""
+    return (_runner.world_size,) if _runner is not None else tuple(usual)
+
+
 def choose_backend(world_size: int) -> str:
-    """``nccl`` if this machine has a CUDA GPU for each of ``world_size`` ranks, else ``gloo``."""
+    """``nccl`` if this machine has a CUDA GPU for each of ``world_size`` ranks, else ``gloo``.
+
+    Under a launcher what its ranks have, if they are as many.
+    """
+    if _runner is not None and world_size == _runner.world_size:
+        return _runner.backend
     import torch
     import torch.distributed as dist
 
@@ -122,14 +155,19 @@ def _run(
     if backend == "auto":
         backend = choose_backend(world_size)
         logger.info("%s: %d ranks over %s", _title(target), world_size, backend)
-    call = _pickle_call(target, args)
+    module = target.__module__
+    first = Job(rank=0, world_size=world_size, backend=backend, store_port=0, timeout_s=timeout_s, module=module,
+                module_file=getattr(sys.modules[module], "__file__", None),
+                call=_pickle_call(target, args))  # fmt: skip
+    if _runner is not None:
+        ended = _runner.run(first, until is all_ended, env)
+        if ended is not None:
+            return ended
     # The parent listens and hands the port on: nothing else can take it meanwhile.
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    module = target.__module__
-    first = Job(rank=0, world_size=world_size, backend=backend, store_port=store.port, timeout_s=timeout_s,
-                module=module, module_file=getattr(sys.modules[module], "__file__", None), call=call)  # fmt: skip
+    first = replace(first, store_port=store.port)
     token = uuid.uuid4().hex
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="distkv-ranks-") as folder:
@@ -159,7 +197,7 @@ def _pickle_call(target: Target, args: Sequence[Any]) -> bytes:
 
 
 def _environment(job: Job, token: str, extra: Mapping[str, str] | None) -> dict[str, str]:
-    env = dict(os.environ)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     env.update(
         OMP_NUM_THREADS="1",  # ranks share the machine
         OMP_WAIT_POLICY="PASSIVE",  # a spinning OpenMP thread takes the core from another rank
