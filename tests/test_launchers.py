@@ -90,8 +90,8 @@ def lines(out: str) -> list[dict[str, object]]:
 def groups_at_once(folder: Path) -> list[Ended]:
     env = prepared(folder)
     starts = [[LAUNCH / "torchrun.sh"]] * 8 + [[LAUNCH / "mpirun.sh"], [LAUNCH / "mpirun.sh", "-n", "2", "--"]]
-    return ends([start(folder, env, "bash", *words, "--module", "joins", "c.yaml", str(group), "7" if group == 9 else "0")
-                 for group, words in enumerate(starts)])  # fmt: skip
+    return ends([start(folder, env, "bash", *words, "--module", "joins", "c.yaml", str(n), "7" if n == 9 else "0")
+                 for n, words in enumerate(starts)])  # fmt: skip
 
 
 @pytest.mark.ahead(work=groups_at_once)

@@ -175,7 +175,7 @@ def _met(layout: Layout, required: str | None) -> Ranks:
     found = [store.get(f"backend/{other}").decode() for other in range(size)]
     backend = "nccl" if set(found) == {"nccl"} else "gloo"
     if required not in (None, backend):
-        raise ConfigError("--require", f"is {required}, but these {size} ranks can have {backend}: by rank "
+        raise ConfigError("--require", f"is {required}, but the {counted(size, 'rank')} can have, one after the other, "
                                        f"{', '.join(found)}")  # fmt: skip
     return Ranks(layout=layout, store=store, backend=backend, stderr=os.fdopen(os.dup(2), "w"))
 
