@@ -183,7 +183,8 @@ def fill(ballot: Ballot, books: Books, queue: AbstractSequence[Pending], boundar
     ``boundaries``: places of a grid in the ballot, for labels with a window.
     """
     held, capped = [0] * len(books.ledgers), False
-    behind = [sum(pending.needs[i] for pending in queue) if ledger.grid else 0 for i, ledger in enumerate(books.ledgers)]
+    behind = [sum(pending.needs[i] for pending in queue) if ledger.grid else 0
+              for i, ledger in enumerate(books.ledgers)]
     for pending in queue:
         if boundaries:
             behind = [more - need for more, need in zip(behind, pending.needs, strict=True)]

@@ -40,7 +40,7 @@ class WindowIndex:
         self.stored = self.evicted = self.cascades = self.collisions = 0
         self.base = pool.total
         self._place_of: dict[int, int] = {}
-        self._key_of: dict[int, int] = {}
+        self.key_of: dict[int, int] = {}
         self._hosts = Queue(pool.total + hosts, self.recency.stamps)
         main.followers.append(self)
         if tier is not None:
@@ -65,12 +65,12 @@ class WindowIndex:
         for key, page in zip(keys, pages.tolist(), strict=True):
             place = self._place_of.get(key)
             if place is None or place >= self.base:
-                if page in self._key_of:  # it came from the cache, for another entry: which cannot be
+                if page in self.key_of:  # it came from the cache, for another entry: which cannot be
                     continue
                 if place is not None:
                     self._host_left(place - self.base)
                 place = self._place_of[key] = page
-                self._key_of[page] = key
+                self.key_of[page] = key
                 entered.append(page)
             there.append(place)
         self.stored += len(entered)
@@ -89,13 +89,13 @@ class WindowIndex:
         """What a load has brought: its entry is on the device from now on. False: there is no such entry any more."""
         assert self.tier is not None
         place = self.base + copy.host
-        key = self._key_of.get(place)
-        if copy.use != self.tier.pages.uses[copy.host] or key is None or copy.device in self._key_of:
+        key = self.key_of.get(place)
+        if copy.use != self.tier.pages.uses[copy.host] or key is None or copy.device in self.key_of:
             return False
         self.recency.stamp[copy.device] = self.recency.stamp[place]
         self._host_left(copy.host)
         self._place_of[key] = copy.device
-        self._key_of[copy.device] = key
+        self.key_of[copy.device] = key
         self.pool.enter_one(copy.device)
         return True
 
@@ -112,7 +112,7 @@ class WindowIndex:
         """Frees ``n`` pages, or all that nobody else has: the least recently hit first. Returns how many."""
         freed = 0
         while freed < n and (page := self.recency.pop()) is not None:
-            if page not in self._key_of or not self.pool.cold(page):
+            if page not in self.key_of or not self.pool.cold(page):
                 continue
             host = self._host_page()
             if host is None:
@@ -120,8 +120,8 @@ class WindowIndex:
             else:
                 assert self.tier is not None
                 self.tier.store(page, host)
-                key = self._key_of.pop(page)
-                self._key_of[self.base + host] = key
+                key = self.key_of.pop(page)
+                self.key_of[self.base + host] = key
                 self._place_of[key] = self.base + host
                 self.recency.stamp[self.base + host] = self.recency.stamp[page]
                 self.pool.leave_one(page)
@@ -139,32 +139,32 @@ class WindowIndex:
 
     def drop(self, page: int) -> None:
         """The entry at this place leaves."""
-        if page in self._key_of:
+        if page in self.key_of:
             self._forget(page)
 
     def clear(self) -> None:
         """Every entry leaves."""
-        for place in list(self._key_of):
+        for place in list(self.key_of):
             self._forget(place)
         self.recency.forget()
         self._hosts.forget()
 
     def forget_device(self) -> None:
         """What is on the device leaves; what is on the host stays."""
-        for place in [place for place in self._key_of if place < self.base]:
+        for place in [place for place in self.key_of if place < self.base]:
             self._forget(place)
 
     def forget_host(self) -> None:
         """What is on the host leaves."""
-        for place in [place for place in self._key_of if place >= self.base]:
+        for place in [place for place in self.key_of if place >= self.base]:
             self._forget(place)
 
     def _forget(self, place: int) -> None:
         if place >= self.base:
-            del self._place_of[self._key_of[place]]
+            del self._place_of[self.key_of[place]]
             self._host_left(place - self.base)
             return
-        del self._place_of[self._key_of.pop(place)]
+        del self._place_of[self.key_of.pop(place)]
         self.pool.leave_one(place)
 
     # ---- the host's side of it
@@ -179,18 +179,18 @@ class WindowIndex:
             if place is None:
                 self.tier.dropped += 1
                 return None
-            if place in self._key_of and pages.idle(place - self.base):
+            if place in self.key_of and pages.idle(place - self.base):
                 self._forget(place)
                 self.tier.given_up += 1
         return pages.take()
 
     def _host_left(self, host: int) -> None:
         assert self.tier is not None
-        del self._key_of[self.base + host]
+        del self.key_of[self.base + host]
         self.tier.pages.leave(host)
 
     def _host_broken(self, host: int) -> None:
-        if self.base + host in self._key_of:
+        if self.base + host in self.key_of:
             self._forget(self.base + host)
 
     def _offer_host(self, host: int) -> None:
@@ -202,9 +202,9 @@ class WindowIndex:
 
     def check(self) -> None:
         """Both directions agree, pool and tier know of the pages, every cold page is offered. Raises InvariantError."""
-        if {key: place for place, key in self._key_of.items()} != self._place_of:
+        if {key: place for place, key in self.key_of.items()} != self._place_of:
             raise InvariantError("window pages: keys and places disagree")
-        device = {place for place in self._key_of if place < self.base}
+        device = {place for place in self.key_of if place < self.base}
         if device != set(np.flatnonzero(self.pool.indexed).tolist()):
             raise InvariantError("the window pool knows of indexed pages that no entry has, or the reverse")
         offered = self.recency.offered()
@@ -213,7 +213,7 @@ class WindowIndex:
             raise InvariantError(f"window pages {lost} are cold and not offered for eviction")
         if self.tier is not None:
             pages, waiting = self.tier.pages, self._hosts.ids()
-            hosts = {place - self.base for place in self._key_of if place >= self.base}
+            hosts = {place - self.base for place in self.key_of if place >= self.base}
             if hosts != {host for host in range(pages.total) if pages.indexed(host)}:
                 raise InvariantError("the window label's host pages and its entries disagree")
             if any(pages.idle(host) and self.base + host not in waiting for host in hosts):

@@ -154,8 +154,8 @@ class RollingLedger(WindowedLedger):
         protectors = np.bincount(positions(np.concatenate([*pages, NO_PAGES])), minlength=self.pool.total)
         spared = int(np.maximum(protectors - 1, 0).sum())
         if not np.array_equal(protectors, self.protectors) or spared != self.spared:
-            raise InvariantError(f"label {self.label}: {self.spared} owners are spared, and the sequences protect pages "
-                                 f"of which {spared} are; or another page is protected than they say")
+            raise InvariantError(f"label {self.label}: {self.spared} owners are spared, and the sequences protect "
+                                 f"pages of which {spared} are; or another page is protected than they say")
 
     def leading_live(self, pages: Ids) -> int:
         """How many leading pages a running sequence protects."""

@@ -128,7 +128,7 @@ class SimulatedGroup:
 
 def _agreed_state(cache: PrefixCache) -> dict[str, object]:
     running = [
-        (s.id, s.cached_tokens, s.seq_len, s.committed, s.reserved, len(s.page_indices),
+        (s.id, s.cached_tokens, s.seq_len, s.committed, s.promised, len(s.page_indices),
          s.read_in_progress, s.forking, [pages.tail for pages in s.lists], s.chain.tokens.tolist())
         for s in cache.running.values()
     ]

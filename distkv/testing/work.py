@@ -96,7 +96,7 @@ class Work:
             self.ended.add(request_id)
             ahead = sequence.prompt_tokens - before
             if ahead > 0:  # opened, and never computed
-                sequence.open(rng.randint(1, ahead))
+                sequence.open(rng.randint(1, self.may_open(ahead)))
             sequence.suspend()
         elif before < sequence.prompt_tokens:
             n = min(rng.randint(1, 3 * self.size), sequence.prompt_tokens - before)
@@ -120,6 +120,10 @@ class Work:
             self.ended.add(request_id)
             sequence.finish()
             self.finished(rank, sequence)
+
+    def may_open(self, n: int) -> int:
+        """How many of ``n`` tokens a sequence may open at a time."""
+        return n
 
     def finished(self, rank: int, sequence: Sequence) -> None:
         """A sequence has ended well on this rank."""
