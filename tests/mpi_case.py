@@ -16,10 +16,14 @@ import torch.distributed as dist
 from distkv import ConfigError, GroupConfig, GroupError, MpiGroup, TorchGroup
 from distkv.bench.group_rank import measure_group
 from distkv.engine import mpi_launch
+from distkv.engine.engine import Engine
 from distkv.engine.launch import Ranks, launched
+from distkv.engine.model import load_model
+from distkv.engine.requests import Prompt
 from distkv.faults import Fault
 from distkv.layout import Layout
 from multigpu_tests import cases
+from tests.engine import tiny
 
 
 def both(ranks: Ranks) -> dict[str, Any]:
@@ -98,6 +102,23 @@ def unmet(layout: Layout) -> dict[str, str]:
     return found
 
 
+def served(ranks: Ranks, folder: Path) -> list[Any]:
+    """The reference engine on a random model, the cache's collective over MPI: one prompt twice."""
+    settings = tiny.config(folder, tp=ranks.size)
+    group = mpi_launch.cache_group(0, ranks.size, 60.0, ranks.handoff_group)
+    engine = Engine(settings, load_model(settings.model, ranks.mesh), cache_group=group,
+                    handoff_group=ranks.handoff_group)  # fmt: skip
+    answers = []
+    if ranks.rank == 0:
+        for _ in range(2):
+            answers.append(engine.generate([Prompt(tokens=tiny.tokens(40, 1))])[0].token_ids)
+        engine.shutdown()
+    else:
+        engine.follow()
+    engine.close()
+    return [engine.cache.stats().cached_tokens, engine.cache.stats().collectives > 0, answers]
+
+
 def mpi_vector(rank: int) -> Any:
     return np.array([rank + 5, 9 - rank], np.int64)
 
@@ -108,7 +129,8 @@ def main() -> None:
     with launched(layout, 2, 60.0, device="cpu", transport="mpi") as ranks:
         assert isinstance(ranks.cache_group, MpiGroup)
         found = {"layout": vars(layout), **both(ranks), "late": late(ranks), "faulty": faulty(ranks),
-                 "refused": refused(), "unmet": not_met, "sum": int(sum_of(ranks)),
+                 "refused": refused(), "served": served(ranks, Path(sys.argv[1], "model")),
+                 "unmet": not_met, "sum": int(sum_of(ranks)),
                  "bench": measure_group(MpiGroup(timeout_s=60.0), [7, 300], 5)}
         Path(sys.argv[1], f"{ranks.rank}.json").write_text(json.dumps(found))
 

@@ -15,6 +15,7 @@ import pytest
 from distkv import ConfigError, MpiGroup, SoloGroup
 from distkv.bench import group as bench
 from distkv.inspection.machine import Machine
+from tests.engine import tiny
 
 ROOT = Path(__file__).parents[1]
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None or Machine().mpirun() is None,
@@ -24,6 +25,7 @@ needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None or Machine().mpirun()
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("mpi")
+    tiny.plain_folder(out / "model")
     program = str(Machine().mpirun())
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
            "MASTER_ADDR": "elsewhere.invalid"}  # exported for another program
@@ -82,6 +84,13 @@ def test_a_meeting_that_fails_on_rank_0_is_named_on_all_ranks(results: list[dict
         listen, address = rank["unmet"]["listen"], rank["unmet"]["address"]
         assert listen.startswith("rank 0 cannot open a store") and listen.endswith("no port is free")
         assert address.startswith("MASTER_ADDR: is elsewhere.invalid, but rank 0 is on ")
+
+
+@needs_mpi
+def test_the_engine_serves_over_mpi(results: list[dict[str, Any]]) -> None:
+    assert [rank["served"][:2] for rank in results] == [[32, True]] * 2
+    cold, warm = results[0]["served"][2]
+    assert cold == warm and len(cold) == 6
 
 
 @needs_mpi
