@@ -70,6 +70,19 @@ def test_two_prompts_share_a_page_if_and_only_if_all_up_to_its_next_tokens_is_eq
         stored.append(prompt)
 
 
+@pytest.mark.parametrize("depth", [1, 3, 5])
+def test_next_tokens_are_compared_where_keys_collide(depth: int) -> None:
+    namer = Namer(FINGERPRINT, 4, hash64=lambda data, seed: 7, next_token_depth=depth)
+    index = PrefixIndex(PagePool(9), 4)
+    tokens = [*range(4), *range(10, 10 + depth)]
+    chain = namer.chain(tokens)
+    assert index.store(chain, index.pool.take(1)) == 1
+    assert len(index.match(namer.chain([*tokens, 1]), 9)) == 1
+    for at in range(4, 4 + depth):
+        assert len(index.match(namer.chain([*tokens[:at], 9, *tokens[at + 1 :]]), 9)) == 0
+    assert len(index.match(namer.chain(tokens[:-1]), 9)) == 0
+
+
 def test_a_branch_that_cuts_the_next_tokens_off_has_no_name_for_the_page() -> None:
     namer = Namer(FINGERPRINT, 4, next_token_depth=2)
     chain = namer.chain([*SHARED, 8, 9])
