@@ -1,14 +1,25 @@
-"""Small, randomly initialised models with sliding windows, as folders."""
+"""Small, randomly initialised models with sliding windows; engines over them that are watched; their bits."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from distkv.config import CacheConfig, HostConfig, PoolConfig
+from distkv.engine.attention import Batch
 from distkv.engine.config import EngineConfig, ModelConfig, ParallelConfig, ServeConfig, WindowConfig
+from distkv.engine.engine import Engine
+from distkv.engine.mesh import Mesh
+from distkv.engine.model import Model, load_model
+from distkv.engine.page_check import CacheCheck, check_cache
+from distkv.engine.pool import KVPool
+from distkv.engine.record import Recording, logits_hash
+from distkv.engine.requests import Completion
+from distkv.torch_group import TorchGroup
+from distkv.windows import window_pages
 from tests.engine import tiny
 
 WINDOW = 40
@@ -58,3 +69,70 @@ def config(
         parallel=ParallelConfig(tp=tp, sp=sp),
         engine=EngineConfig(**{"output_limit": 6, "batch_tokens": 64, **engine}),
     )
+
+
+def engine(settings: ServeConfig, mesh: Mesh | None = None) -> Engine:
+    """A watched engine that records. Of a mesh every rank makes one; the groups beside it are made by all ranks."""
+    model = load_model(settings.model, mesh, timeout_s=60.0)
+    cache_group = TorchGroup(mesh.group) if mesh is not None and mesh.group is not None else None
+    made = Engine(settings, model, cache_group=cache_group)
+    made.recording = Recording(made.pool)
+    step = made.step
+
+    def watched() -> list[Completion]:
+        ended = step()
+        check_window(made)
+        return ended
+
+    made.step = watched  # type: ignore[method-assign]
+    return made
+
+
+def check_window(made: Engine) -> None:
+    """Every running sequence has just the pages that its window may need, and all pages of the full layers."""
+    label = next(iter(made.cache.config.labels))
+    assert label.window_tokens is not None
+    kept = label.window_tokens + label.allowance_tokens
+    for sequence in made.cache.running.values():
+        pages, opened, size = sequence.pages_of("window"), sequence.seq_len, tiny.PAGE
+        assert len(pages.held) <= window_pages(kept + (label.chunk_tokens or size), size)
+        assert pages.first >= max(0, sequence.committed - kept + 1) // size, "what the window has left is given up"
+        assert pages.first * size <= max(0, sequence.committed - label.window_tokens + 1), "and nothing that it needs"
+        assert pages.first + len(pages.table) == len(sequence.page_indices) == -(-opened // size)
+    stats = made.cache.stats().labels["window"]
+    assert stats.pages_free + stats.pages_cached + stats.pages_held + stats.pages_live == stats.pages_usable
+
+
+def check_bits(made: Engine, names: list[str] | None = None) -> int:
+    """Logits and KV of ended requests are those of one pass over all their tokens, in which no page is ever given up.
+
+    Every rank of a mesh calls it. Returns how many rows of logits were compared.
+    """
+    assert made.recording is not None
+    compared = 0
+    for name, request in made.recording.requests.items():
+        if (names is not None and name not in names) or request.kv is None:
+            continue
+        tokens = request.tokens[: request.committed]
+        logits, pool, pages = alone(made.model, tokens)
+        assert {at: logits_hash(logits[at]) for at in request.logits} == request.logits, name
+        assert np.array_equal(pool.token_hashes(pages, len(tokens), made.pool.numbers), request.kv), name
+        compared += len(request.logits)
+    return compared
+
+
+def alone(model: Model, tokens: np.ndarray) -> tuple[torch.Tensor, KVPool, np.ndarray]:
+    """One pass in a pool of all layers: the logits of every row, the pool, the page table."""
+    pages = np.arange(-(-len(tokens) // tiny.PAGE))
+    pool = model.pool(len(pages), tiny.PAGE)
+    pool.data.fill_(float("nan"))
+    batch = Batch.build(pool, [(tokens, 0, np.arange(len(tokens)), pages)], model.dtype)
+    return model.forward(batch, list(range(len(tokens)))), pool, pages
+
+
+def check_pages(made: Engine) -> CacheCheck:
+    """Every cached page of both pools, on the device and on the host, has the bytes that its tokens ask for."""
+    found = check_cache(made.model, made.cache, made.pool, window=made.pools["window"])
+    assert found.differences == ()
+    made.cache.check()
+    return found
