@@ -128,7 +128,8 @@ class Schedule(Work):
         if quiet:
             self.let_kept_go()
         elif self.rng.random() < self.p_fork:
-            self.fork(wait=self.rng.random() < 0.4)
+            for _ in range(self.rng.choice([1, 1, 3])):
+                self.fork(wait=self.rng.random() < 0.4)
         if self.rng.random() < 0.1:
             self.grow()
 

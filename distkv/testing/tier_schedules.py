@@ -136,7 +136,8 @@ class TierSchedule(Schedule):
         if rng.random() < 0.15:
             self.grow(wait=self.wait_to_grow)
         if rng.random() < self.p_fork:
-            self.fork(wait=self.wait_to_grow and rng.random() < 0.7)
+            for _ in range(rng.choice([1, 1, 3])):
+                self.fork(wait=self.wait_to_grow and rng.random() < 0.7)
         if rng.random() < 0.02 * self.trouble:
             self.reset()
 

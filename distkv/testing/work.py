@@ -16,7 +16,7 @@ from distkv.testing.group import Disagreement, SimulatedGroup
 
 
 class Work:
-    """Prefill, decode, speculate, grow, fork, keep, suspend, finish, abort. Each call is drawn once and made on every rank."""
+    """Prefill, decode, speculate, grow, fork, keep, suspend, finish, abort: each drawn once and done on every rank."""
 
     rng: random.Random
     size: int

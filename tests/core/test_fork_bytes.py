@@ -1,4 +1,4 @@
-"""Forks over real memory: whoever writes to a shared page first writes to a copy of it, and nobody else's bytes change."""
+"""Forks over real memory: who writes to a shared page first writes to a copy of it, and nobody else's bytes change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _kv(make: Callable[[int], torch.Tensor], axes: str) -> tuple[PagedKV, torch.
 
 
 LAYOUTS: dict[str, Callable[[], tuple[PagedKV, torch.Tensor]]] = {
-    "keys and values": lambda: _kv(lambda n: torch.full((2, 2, n, SIZE, 1, 3), GUARD), "layer plane page token head dim"),
+    "keys and values": lambda: _kv(lambda n: torch.full((2, 2, n, SIZE, 1, 3), GUARD),
+                                   "layer plane page token head dim"),
     "heads first": lambda: _kv(lambda n: torch.full((n, 2, 3, SIZE, 5), GUARD), "page plane head token dim"),
     "one latent plane": lambda: _kv(lambda n: torch.full((n, 2, SIZE, 7), GUARD), "page layer token dim"),
 }
@@ -95,7 +96,7 @@ def test_forks_that_write_other_tokens_in_turn_have_the_bytes_of_unshared_runs(l
             copied = int(sequence.page_indices[1])
             if turn == 0 and sequence is not family[-1]:
                 assert after[copied] == after[shared] == before[shared]
-                assert [i for i in range(PAGES) if after[i] != before[i]] == [copied], "and every other page is as it was"
+                assert [i for i in range(PAGES) if after[i] != before[i]] == [copied], "every other page is as it was"
             else:
                 assert after == before, "nobody else copies, not even the last owner of the tail"
             sequence.truncate(n)

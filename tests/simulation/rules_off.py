@@ -1,8 +1,7 @@
 """Each rule of the agreement, switched off: what the negative controls run to see the simulation fail.
 
-A rule is switched off by replacing the one function that holds it, for the length of a ``with``. Rules of what does not
-exist yet have none here: those of the host tier (a host page promised in a ballot keeps a reader, a read-in that ends
-short is admitted again, loads are opened after all holds are gone) and of forks (the reserve of a shared tail).
+A rule is switched off by replacing the one function that holds it, for the length of a ``with``. Those of the host tier
+are in :mod:`tests.simulation.tier_rules_off`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from distkv import agreement, rows, start
 from distkv import ballot as ballots
+from distkv.agreed import Agreed
 from distkv.agreement import Agreement
 from distkv.books import Books, Call
 from distkv.entries import NO_PAGES
 from distkv.errors import NoRoom
+from distkv.ledger import Ledger
 
 
 @contextmanager
@@ -180,3 +183,71 @@ def state_in_the_digest() -> Iterator[None]:
 
     with _patched(Books, "note", note):
         yield
+
+
+# ---- forks
+
+
+def copy_on_write() -> Any:
+    """Whoever writes first into a shared tail writes into the page that all its owners read."""
+
+    def write_tail(self: Ledger, page: int) -> int:
+        self.leave_tail(page)
+        return page
+
+    return _patched(Ledger, "write_tail", write_tail)
+
+
+@contextmanager
+def tail_reserve() -> Iterator[None]:
+    """Nothing is reserved for the copies of a shared tail."""
+
+    def fork_needs(self: Ledger, pages: Any, total: int, shared: int, *, partial: bool) -> int:
+        return total - shared
+
+    with (_patched(Ledger, "tail_reserve", property(lambda self: 0)),  # type: ignore[arg-type]
+          _patched(Ledger, "fork_needs", fork_needs)):
+        yield
+
+
+def tail_owners() -> Any:
+    """A tail is shared, and it is not counted by how many: the second to write takes it for its own."""
+
+    def share_tail(self: Ledger, page: int, more: int) -> None:
+        self.tails[page] = 2
+
+    return _patched(Ledger, "share_tail", share_tail)
+
+
+def fork_leftover() -> Any:
+    """A fork takes what the last ballot has left over, and leaves it to the next one as well."""
+    honest = Agreed.fork
+
+    def fork(self: Agreed, parent: Any, branches: Any, *, wait: bool) -> Any:
+        left = self._leftover
+        children = honest(self, parent, branches, wait=wait)
+        self._leftover = left
+        return children
+
+    return _patched(Agreed, "fork", fork)
+
+
+def parked_parents() -> Any:
+    """The fork that a ballot decides on goes with its parent, on the ranks that hear of its end before the others."""
+    return _patched(Agreed, "_forks_in_flight", lambda self, sequence: False)
+
+
+def fence_before_copies() -> Any:
+    """A tail is copied onto a page although the store that reads what was there has not ended."""
+
+    def write_tail(self: Ledger, page: int) -> int:
+        assert self.copy_page is not None
+        fresh = self._take(1)
+        self.copy_page(self.label, page, int(fresh[0]))
+        if self.tier is not None:
+            self.tier.written_next(fresh)
+        self.leave_tail(page)
+        self.free(np.array([page]))
+        return int(fresh[0])
+
+    return _patched(Ledger, "write_tail", write_tail)

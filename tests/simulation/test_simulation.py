@@ -13,6 +13,7 @@ import pytest
 from distkv import GroupDivergence, Message, StepResult
 from distkv.testing.schedules import Plan, Schedule, run_schedule
 from distkv.testing.simulate import simulate
+from distkv.testing.tier_schedules import TierSchedule
 from tests.simulation import rules_off
 
 SECONDS = float(os.environ.get("DISTKV_SIMULATION_SECONDS", "100"))
@@ -25,6 +26,8 @@ EVENTS = (
     "read in", "short read-ins", "aborted while read in", "orphans", "loads overdue", "copies stalled", "slow links",
     "loads", "stores", "load failures", "store failures", "prefetched", "dropped", "suspended", "resumed",
     "resumed in flight", "preempted", "steps with kept pages", "growth waits", "grown after waiting",
+    "forked", "not forked", "fork waits", "forked after waiting", "kept", "kept forked", "tails copied",
+    "ended while its fork waited", "forked although the parent ended",
     *(f"reset of {scope}, {running}" for scope in ("all", "device", "host") for running in ("finish", "abort")),
 )
 
@@ -54,14 +57,21 @@ RULES: list[tuple[Callable[[], Any], str, int]] = [
     (rules_off.agreed_entry, "GroupTimeout", 0),
     (rules_off.no_growth_in_flight, "more pages are promised than there are", 2),
     (rules_off.live_until_retired, "still in flight", 1),
+    (rules_off.copy_on_write, "was matched but holds", 0),
+    (rules_off.tail_reserve, "opening pages inside a reservation", 38),
+    (rules_off.tail_owners, "shared tails are counted as", 0),
+    (rules_off.fork_leftover, "more pages are promised than there are", 0),
+    (rules_off.parked_parents, "Disagreement", 8),
+    (rules_off.fence_before_copies, "was matched but holds", 35),
 ]
+WITH_A_TIER = {rules_off.fence_before_copies}
 
 
-def failure(seed: int, rule: Callable[[], Any] = nullcontext) -> str:
-    """The traceback of this seed's schedule, without a host tier and without the rule; empty: it does not fail."""
+def failure(seed: int, rule: Callable[[], Any] = nullcontext, tier: bool = False) -> str:
+    """The traceback of this seed's schedule, without the rule; empty: it does not fail. ``tier``: with a host tier."""
     with rule():
         try:
-            Schedule(seed).run()
+            (TierSchedule if tier else Schedule)(seed).run()
         except Exception:  # noqa: BLE001  (a failure of any kind is what we look for)
             return traceback.format_exc()
     return ""
@@ -69,9 +79,10 @@ def failure(seed: int, rule: Callable[[], Any] = nullcontext) -> str:
 
 @pytest.mark.parametrize(("rule", "symptom", "first"), RULES, ids=lambda value: getattr(value, "__name__", ""))
 def test_without_the_rule_the_simulation_fails(rule: Callable[[], Any], symptom: str, first: int) -> None:
-    seed = next((seed for seed in range(first, first + 100) if symptom in failure(seed, rule)), None)
+    tier = rule in WITH_A_TIER
+    seed = next((seed for seed in range(first, first + 100) if symptom in failure(seed, rule, tier)), None)
     assert seed is not None, f"100 schedules without {rule.__name__} and none showed {symptom!r}"
-    assert failure(seed) == "", "the same seed fails with the rule, too"
+    assert failure(seed, tier=tier) == "", "the same seed fails with the rule, too"
 
 
 def missed_abort(seed: int) -> list[Any]:
