@@ -111,7 +111,7 @@ def with_label(config: ServeConfig, windows: Windows | None, context: int, *, an
     if label.allowance_tokens < step * page - 1:
         logger.warning(
             "window.allowance_tokens is %d: the end of a long request may not be found again, as one of the model's "
-            "%d tokens is matched at every %d-th page only; set it to %d, or raise cache.window_boundaries",
+            "%d tokens is matched at multiples of %d pages only; set it to %d, or raise cache.window_boundaries",
             label.allowance_tokens, context, step, step * page,
         )  # fmt: skip
     return replace(config, labels=(label,))

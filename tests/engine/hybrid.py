@@ -82,10 +82,18 @@ def engine(settings: ServeConfig, mesh: Mesh | None = None) -> Engine:
     def watched() -> list[Completion]:
         ended = step()
         check_window(made)
+        if not made.cache.config.host.configured:  # else a page that was evicted may still be on its way to the host
+            poison(made)
         return ended
 
     made.step = watched  # type: ignore[method-assign]
     return made
+
+
+def poison(made: Engine) -> None:
+    """What lies in free pages is no number: whoever reads what was given up has no number in his logits."""
+    for ledger in made.cache._books.ledgers:
+        made.pools[ledger.label].data[:, :, torch.from_numpy(ledger.pool.free_ids()).long()] = float("nan")
 
 
 def check_window(made: Engine) -> None:

@@ -22,6 +22,7 @@ from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.mesh import Mesh
 from distkv.engine.model import load_model
 from distkv.engine.page_check import check_cache
+from distkv.engine.record import logits_hash
 from distkv.engine.requests import Prompt
 from distkv.engine.served import check_whole
 from distkv.errors import ConfigError, ModelError, SequenceError
@@ -145,14 +146,16 @@ def test_hits_at_every_boundary_behind_the_window_have_the_bits_of_a_cold_run(fo
 def test_every_length_up_to_some_pages(folders: Folders) -> None:
     """Prompts of each length, their own pages and those of others; and one that is cached to its last token."""
     made = hybrid.engine(hybrid.config(folders("qwen3"), window=WIDE, batch_invariant=True))
-    tokens = tiny.tokens(82, 7)
-    for n in range(1, 83):
-        cached, _ = ask(made, tokens[:n], f"{n}", output_limit=1)
-        assert cached == (n - 1) // 16 * 16
+    tokens = tiny.tokens(66, 7)
+    wanted = hybrid.alone(made.model, tokens)[0]
+    assert made.recording is not None
+    for n in range(1, 67):
+        assert ask(made, tokens[:n], f"{n}", output_limit=1)[0] == (n - 1) // 16 * 16
+        assert made.recording.requests[f"{n}"].logits == {n - 1: logits_hash(wanted[n - 1])}
     for again in range(3):
-        assert ask(made, tokens[:80], f"again {again}", output_limit=1)[0] == 64, "one token is left to compute"
-    assert ask(made, np.concatenate([tokens[:80], tiny.tokens(9, 8)]), "longer")[0] == 80
-    check_bits(made)
+        assert ask(made, tokens[:64], f"again {again}", output_limit=1)[0] == 48, "one token is left to compute"
+    assert ask(made, edited(tokens, 64), "longer")[0] == 64
+    check_bits(made, ["63", "64", "65", "again 2", "longer"])
     check_pages(made)
 
 
@@ -229,6 +232,23 @@ def test_suspended_and_packed_requests_have_the_bits_of_a_pass_alone(folders: Fo
     assert sum(completion.suspended for completion in done.values()) >= 2
     assert all(len(completion.token_ids) == 20 for completion in done.values())
     assert check_bits(made) > 70
+    check_pages(made)
+    assert made.cache.stats().labels["window"].pages_live == 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_samples_and_beams_share_a_window_that_slides_away(folders: Folders, asynchronous: bool) -> None:
+    """Forks with a partial tail; each lets its window slide past what it shares with the others."""
+    window = WindowConfig(pages=64, allowance_tokens=32)
+    settings = hybrid.config(folders("gemma3"), window=window, batch_invariant=True, output_limit=60,
+                             cache={"asynchronous": asynchronous})  # fmt: skip
+    made, tokens = hybrid.engine(settings), tiny.tokens(90, 1)
+    done = made.generate([Prompt(tokens=tokens, id="samples", n=3, temperature=1.2, seed=3),
+                          Prompt(tokens=tokens[:70], id="beams", n=2, beams=3, output_limit=12)])  # fmt: skip
+    assert made.recording is not None
+    assert done[0].error is done[1].error is None
+    assert len(made.recording.requests) >= 5
+    assert check_bits(made) > 3 * 59 + 12
     check_pages(made)
     assert made.cache.stats().labels["window"].pages_live == 0
 
