@@ -23,10 +23,12 @@ from distkv._text import counted
 from distkv.config import load
 from distkv.engine.config import ServeConfig
 from distkv.engine.report import quiet_transformers
+from distkv.engine.windowed import SLIDING
 from distkv.errors import ConfigError
 from distkv.inspection.host_plan import HostPlan, make_host_plan
 from distkv.inspection.output import columns, gib, size
 from distkv.inspection.shape import FULL, ModelShape, read_shape
+from distkv.inspection.window_plan import WindowPlan, groups_of_main, make_window_plan
 from distkv.memory import host_memory as read_host_memory
 
 __all__ = ["GroupPlan", "Plan", "main", "make_plan", "metadata_bytes_per_page"]
@@ -67,6 +69,7 @@ class Plan:
     scratch_pages: int
     groups: tuple[GroupPlan, ...]
     bytes_per_token: int
+    """Of a page of ``pages``, as the next one; of a hybrid model that has the layers with full attention alone."""
     bytes_per_page: int
     pool_per_rank: int
     pool_per_node: int
@@ -86,6 +89,8 @@ class Plan:
     """Pages per rank that fit into ``memory`` beside the weights; activations are not counted."""
     host: HostPlan | None
     """The host tier; None: there is none."""
+    window: WindowPlan | None
+    """The pool of the layers with a sliding window; None: there is none."""
 
     @property
     def pool_fits(self) -> bool:
@@ -120,20 +125,24 @@ def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory:
                   bytes_per_page=g.token_bytes(ranks, item) * page)
         for g in shape.groups
     )  # fmt: skip
-    token = sum(group.bytes_per_token for group in groups)
+    in_main = groups_of_main(shape)
+    token = sum(group.token_bytes(ranks, item) for group in in_main)
+    window = make_window_plan(config, shape, in_main, ranks, item)
+    beside_pool = window.per_rank if window is not None else 0
     pool, weights = token * page * config.pool.pages, max(shape.weight_bytes(tp, item))
     each = metadata_bytes_per_page(page)
-    metadata = each * config.pool.pages
+    metadata = each * (config.pool.pages + (window.pages if window is not None else 0))
     held, memory_of, sharing = _memory(config.model.device, per_node, memory, host_memory)
     on_gpu = "GPU" in memory_of
-    beside = weights if on_gpu else weights + metadata
+    beside = beside_pool + (weights if on_gpu else weights + metadata)
     node, node_of = held, memory_of
     if on_gpu:
         here = memory is None and held is not None
         node, node_of = _node_memory(host_memory) if here or host_memory is not None else (None, "each node")
     host = make_host_plan(
         config.host, bytes_per_page=token * page, page_size=page, ranks_on_node=per_node, metadata_per_page=each,
-        beside_per_rank=metadata if on_gpu else beside + pool, memory=node, memory_of=node_of,
+        beside_per_rank=(metadata if on_gpu else beside + pool) + (window.host_per_rank if window is not None else 0),
+        memory=node, memory_of=node_of,
         beside="the pool's books" if on_gpu else "pool, weights and books",
     )  # fmt: skip
     most = None if held is None else max(0, held // sharing - beside) // (token * page)
@@ -144,7 +153,7 @@ def make_plan(config: ServeConfig, shape: ModelShape, *, nodes: int = 1, memory:
         scratch_pages=config.pool.scratch_pages, groups=groups, bytes_per_token=token, bytes_per_page=token * page,
         pool_per_rank=pool, pool_per_node=pool * per_node, pool_of_all_ranks=pool * ranks, weights_per_rank=weights,
         metadata_per_rank=metadata, tokens=tokens, longest_request=min(tokens, shape.context), memory=held,
-        memory_of=memory_of, most_pages=most, host=host,
+        memory_of=memory_of, most_pages=most, host=host, window=window,
     )  # fmt: skip
 
 
@@ -218,10 +227,12 @@ def show(plan: Plan) -> str:
     ]  # fmt: skip
     if plan.host is not None:
         lines += plan.host.lines()
-    odd = [group.kind for group in plan.groups if group.kind != FULL]
+    if plan.window is not None:
+        lines += plan.window.lines()
+    odd = [group.kind for group in plan.groups if group.kind not in (FULL, SLIDING)]
     if odd:
-        lines.append(("note", (f"{', '.join(odd)}: the reference engine serves full attention only; bytes are those of "
-                              "pages that are never given up")))  # fmt: skip
+        lines.append(("note", (f"{', '.join(odd)}: not served by the reference engine; bytes are those of pages that "
+                              "are never given up")))  # fmt: skip
     return f"{columns(lines[:2])}\n\n{columns(table)}\n\n{columns(lines[2:])}"
 
 

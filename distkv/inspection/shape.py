@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distkv.engine.served import check_whole
 from distkv.engine.sources import config_place
 from distkv.engine.tensor_parallel import allowed_meshes, check_mesh, part_of
+from distkv.engine.windowed import FULL, Windows
 from distkv.errors import ModelError
 
-__all__ = ["LayerGroup", "ModelShape", "read_shape"]
-
-FULL = "full_attention"
-
+__all__ = ["FULL", "LayerGroup", "ModelShape", "read_shape"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
@@ -47,6 +46,8 @@ class ModelShape:
     """Every (tp, sp) that it can be split by; (1, 1) alone if it can run on one rank only."""
     settings: Any
     """Its ``transformers`` configuration."""
+    windows: Windows | None = None
+    """Its layers with a sliding window."""
 
     @property
     def layers(self) -> int:
@@ -76,6 +77,7 @@ class ModelShape:
     def check_split(self, tp: int, sp: int = 1) -> None:
         """Raises ModelError, with the meshes that are allowed, unless the model can be split over tp x sp ranks."""
         check_mesh(self.settings, tp, sp)
+        check_whole(self.settings, tp * sp)
 
 
 def read_shape(source: str, cache_dir: Path | None = None) -> ModelShape:
@@ -116,4 +118,4 @@ def shape_of(settings: Any, file: str) -> ModelShape:
     except (AttributeError, TypeError):
         meshes = ((1, 1),)
     return ModelShape(kind=settings.model_type, groups=groups, heads=heads, context=context, meshes=meshes,
-                      settings=settings)  # fmt: skip
+                      settings=settings, windows=Windows.of(settings))  # fmt: skip

@@ -26,6 +26,10 @@ from distkv.engine.record import logits_hash
 from distkv.engine.requests import Prompt
 from distkv.engine.served import check_whole
 from distkv.errors import ConfigError, ModelError, SequenceError
+from distkv.inspection.doctor import problems
+from distkv.inspection.machine import Machine
+from distkv.inspection.plan import make_plan
+from distkv.inspection.shape import read_shape
 from distkv.label_config import LabelConfig
 from distkv.testing.processes import run_ranks
 from distkv.windows import SlidingLedger
@@ -427,6 +431,23 @@ def test_settings_that_contradict_the_model_or_each_other(folders: Folders) -> N
         hybrid.config(folders("gemma3"), window=WindowConfig(allowance_tokens=14))
     with pytest.raises(ConfigError, match=r"window\.page: .*pages"):
         from_mapping({"window": {"page": 3}}, ServeConfig, source="x.yaml")
+
+
+def test_the_plan_has_the_bytes_of_both_pools(folders: Folders) -> None:
+    window = WindowConfig(pages=12, host_pages=3)
+    settings = hybrid.config(folders("gemma3"), pages=20, window=window, host=HostConfig(pages=7))
+    plan, made = make_plan(settings, read_shape(str(folders("gemma3"))), memory=1 << 30), hybrid.engine(settings)
+    assert plan.window is not None
+    assert plan.pool_per_rank == made.pool.data.nbytes
+    assert plan.window.per_rank == made.pools["window"].data.nbytes
+    assert plan.window.host_per_rank == 3 * made.pools["window"].bytes_per_page()
+    assert plan.host is not None
+    assert plan.host.per_rank == 7 * made.pool.bytes_per_page()
+    assert plan.window.allowance_tokens == 32, "prompts of 128 pages are matched at every second one"
+    assert plan.window.pages_of_a_request == 7
+    for wrong, text in ((replace(settings, window=WindowConfig(pages=3)), "window.pages"),
+                        (hybrid.config(folders("gpt_oss"), tp=2), "model")):  # fmt: skip
+        assert [problem.field for problem in problems(wrong, Machine()) if not problem.warning] == [text]
 
 
 def test_what_a_window_has_given_up_cannot_be_read(folders: Folders) -> None:
