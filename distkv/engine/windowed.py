@@ -82,7 +82,9 @@ def label_of(config: ServeConfig, windows: Windows, context: int, *, any_schedul
         raise ConfigError("window.host_pages", "is missing: the size of the host tier is given in GiB, of which the "
                                                "layers with a sliding window have none; give their host pages, or 0")
     step = grid_step(-(-context // page), config.cache.window_boundaries)
-    allowance = given.allowance_tokens if given.allowance_tokens is not None else step * page
+    allowance = given.allowance_tokens
+    if allowance is None:
+        allowance = step * page + config.cache.next_token_depth
     chunk = config.engine.batch_tokens if any_scheduler else config.chunk_tokens
     if config.cache.asynchronous:  # a batch is launched before the one in flight is committed
         chunk *= 2
@@ -108,6 +110,7 @@ def with_label(config: ServeConfig, windows: Windows | None, context: int, *, an
         return config
     label, page = label_of(config, windows, context, any_scheduler=any_scheduler), config.cache.page_size
     step = grid_step(-(-context // page), config.cache.window_boundaries)
+    assert label.allowance_tokens is not None
     if label.allowance_tokens < step * page - 1:
         logger.warning(
             "window.allowance_tokens is %d: the end of a long request may not be found again, as one of the model's "

@@ -56,6 +56,7 @@ def make_window_plan(config: ServeConfig, shape: ModelShape, groups: Sequence[La
     label, page = labels[0], config.cache.page_size
     each = page * sum(g.token_bytes(ranks, itemsize) for g in shape.groups if g not in groups)
     assert label.window_tokens is not None
+    assert label.allowance_tokens is not None
     kept = label.window_tokens + label.allowance_tokens + (label.chunk_tokens or page)
     return WindowPlan(
         window_tokens=label.window_tokens, allowance_tokens=label.allowance_tokens, pages=label.pages,

@@ -100,6 +100,7 @@ def check_window(made: Engine) -> None:
     """Every running sequence has just the pages that its window may need, and all pages of the full layers."""
     label = next(iter(made.cache.config.labels))
     assert label.window_tokens is not None
+    assert label.allowance_tokens is not None
     kept = label.window_tokens + label.allowance_tokens
     for sequence in made.cache.running.values():
         pages, opened, size = sequence.pages_of("window"), sequence.seq_len, tiny.PAGE
