@@ -75,10 +75,10 @@ class News:
         """Header as JSON, then the token ids of all requests as little-endian int32."""
         requests = [
             {
-                **{k: v for k, v in vars(r).items() if k != "tokens"},
+                **vars(r),
                 "sampling": asdict(r.sampling) if r.sampling is not None else None,
                 "beams": asdict(r.beams) if r.beams is not None else None,
-                "n": len(r.tokens),
+                "tokens": len(r.tokens),
             }
             for r in self.requests
         ]
@@ -94,7 +94,7 @@ class News:
         tokens = np.frombuffer(data, dtype="<i4", offset=end).astype(np.int32, copy=False)
         requests, at = [], 0
         for fields in header.pop("requests"):
-            n = fields.pop("n")
+            n = fields.pop("tokens")
             if fields["adapter"] is not None:
                 fields["adapter"] = (fields["adapter"][0], fields["adapter"][1])
             if fields["sampling"] is not None:
