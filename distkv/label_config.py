@@ -39,13 +39,16 @@ class LabelConfig(Section):
     """rolling and sliding: tokens that attention reads. sliding: the new token and those before it, as the model's own
     ``sliding_window`` counts; rolling: the protected prefix included."""
 
-    allowance_tokens: int = setting(0, agreed=True, low=0, high=1 << 24)
+    allowance_tokens: int | None = setting(None, agreed=True, low=0, high=1 << 24)
     """rolling and sliding: tokens behind the window that are kept as well. sliding: a conversation may go on from any
     page boundary in so many tokens before its end, where it was edited; else it starts over. Pages are promised to
-    every running sequence for it."""
+    every running sequence for it. null: sliding one page of tokens (and ``cache.next_token_depth``), so that the last
+    full page can be gone on from, wherever the end lies; rolling none."""
 
     chunk_tokens: int | None = setting(None, agreed=True, low=1, high=1 << 24)
-    """rolling and sliding: most tokens that a sequence has opened and not committed. null: one page of tokens."""
+    """rolling and sliding: most tokens that a sequence has opened and not committed. null: one page of tokens. With
+    ``cache.asynchronous`` also those that are committed, as long as passes that use them have not retired: twice what
+    one pass computes, if the next one is launched before the last has ended."""
 
     def check_fields(self) -> None:
         if self.name == "main":
@@ -57,8 +60,6 @@ class LabelConfig(Section):
             raise self.wrong("window_tokens", f"is missing, and a {self.kind} label needs it: the tokens that "
                                               "attention reads")
         if self.kind == "full":
-            for name in ("window_tokens", "chunk_tokens"):
+            for name in ("window_tokens", "allowance_tokens", "chunk_tokens"):
                 if getattr(self, name) is not None:
                     raise self.wrong(name, "is for rolling and sliding labels, and this one is full")
-            if self.allowance_tokens:
-                raise self.wrong("allowance_tokens", "is for rolling and sliding labels, and this one is full")

@@ -56,7 +56,10 @@ def _ledger(config: Config, label: LabelConfig, pool: PagePool, tier: HostTier |
         return Ledger(pool, size, label=label.name, tier=tier, copy_page=copy_page)
     assert label.window_tokens is not None
     kind = SlidingLedger if label.kind == "sliding" else RollingLedger
-    return kind(pool, size, label=label.name, window=label.window_tokens, allowance=label.allowance_tokens,
+    allowance = label.allowance_tokens
+    if allowance is None:
+        allowance = size + config.cache.next_token_depth if label.kind == "sliding" else 0
+    return kind(pool, size, label=label.name, window=label.window_tokens, allowance=allowance,
                 chunk=label.chunk_tokens or size, tier=tier, copy_page=copy_page)
 
 

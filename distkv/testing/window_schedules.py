@@ -177,12 +177,12 @@ class WindowSchedule(TierSchedule):
         super().perturb(quiet)
         if not quiet and not self.lockstep:
             for rank in self.ranks:
-                if self.rng.random() < 0.15 * self.trouble:
+                if self.rng.random() < 0.03 + 0.15 * self.trouble:
                     self.counts["window page lost"] += self.labels.lose_window_page(rank, self.rng)
 
     def perturb_in_flight(self, rank: int) -> None:
         super().perturb_in_flight(rank)
-        if self.rng.random() < 0.1 * self.trouble:
+        if self.rng.random() < 0.02 + 0.1 * self.trouble:
             self.counts["window page lost in flight"] += self.labels.lose_window_page(rank, self.rng)
 
     def play(self, rank: int) -> None:
