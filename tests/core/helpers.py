@@ -89,6 +89,11 @@ class Kv:
         for position in range(start, sequence.committed):
             self.of_slot[self._slot(sequence, position)] = self._value(sequence, position)
 
+    def copied(self, source: int, target: int) -> None:
+        """A page was copied onto another one."""
+        for offset in range(self.page_size):
+            self.of_slot[target * self.page_size + offset] = self.of_slot.get(source * self.page_size + offset)
+
     def expect(self, sequence: Sequence) -> None:
         """Every committed token of the sequence has its own KV, whoever wrote it."""
         for position in range(sequence.committed):

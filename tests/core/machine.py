@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from distkv import Adapter, Message, PrefixCache, Request, Sequence, StepResult
+from distkv import Adapter, Branch, Message, NoRoom, PrefixCache, Request, Sequence, StepResult
 from tests.core.helpers import FINGERPRINT, Kv, config
 from tests.core.naive import NaiveIndex, contents
 
@@ -38,7 +39,7 @@ class OneRank(RuleBasedStateMachine):
             config(pages + scratch, size, scratch, index_on="fill" if fill else "finish", queue_slots=slots,
                    heartbeat=3, asynchronous=asynchronous, agreement="lockstep" if lockstep else "minimum",
                    check_every=3),
-            FINGERPRINT, hash64=self.hash64,
+            FINGERPRINT, hash64=self.hash64, copy_page=lambda label, source, target: self.kv.copied(source, target),
         )
         self.asynchronous, self.lockstep = asynchronous, lockstep
         self.naive = NaiveIndex(pages)
@@ -56,12 +57,21 @@ class OneRank(RuleBasedStateMachine):
         return -(-(len(request.chain) + request.output_limit) // self.size)
 
     def real_room(self) -> int:
-        return self.naive.usable - len(self.naive.live) - sum(s.reserved for s in self.cache.running.values())
+        reserved = sum(s.reserved for s in self.cache.running.values()) + sum(n - 1 for n in self.tails().values())
+        return self.naive.usable - len(self.naive.live) - reserved
+
+    def having(self) -> list[Sequence]:
+        """Who has pages to go on from."""
+        return [*self.cache.running.values(), *self.cache.kept.values()]
+
+    def tails(self) -> Counter[int]:
+        """By page, how many sequences have it partly filled, from the page tables."""
+        return Counter(int(s.page_indices[s.committed // self.size]) for s in self.having() if s.committed % self.size)
 
     def recount(self) -> None:
         """Owner counts from the page tables, not from the pool."""
         self.naive.owners.clear()
-        for pages in [s.owned_pages.tolist() for s in self.cache.running.values()] + [p for _, p in self.retiring]:
+        for pages in [s.owned_pages.tolist() for s in self.having()] + [p for _, p in self.retiring]:
             self.naive.owners.update(pages)
 
     def model_begin(self) -> None:
@@ -154,6 +164,8 @@ class OneRank(RuleBasedStateMachine):
                 self.weights += 1
                 version = f"w{self.weights}"
         self.steps += 1
+        if reset:
+            self.kept_go()
         for request_id in aborts:
             self.model_abort(request_id, in_flight=False)
         self.cache.begin_step(Message(requests=tuple(requests), aborts=tuple(aborts), weights_version=version,
@@ -181,7 +193,7 @@ class OneRank(RuleBasedStateMachine):
         self.recount()
 
     def model_abort(self, request_id: str, in_flight: bool) -> None:
-        sequence = self.cache.running.get(request_id)
+        sequence = self.cache.running.get(request_id) or self.cache.kept.get(request_id)
         if sequence is not None:
             self.ended(sequence.owned_pages.tolist())
         elif in_flight:
@@ -193,7 +205,7 @@ class OneRank(RuleBasedStateMachine):
     def abort(self, i: int) -> None:
         if i > 20:  # rare
             return
-        known = [*self.cache.running, *self.cache.waiting_ids]
+        known = [*self.cache.running, *self.cache.waiting_ids, *self.cache.kept]
         if known:
             request_id = known[i % len(known)]
             self.model_abort(request_id, self.in_step and self.rows is not None)
@@ -207,11 +219,18 @@ class OneRank(RuleBasedStateMachine):
             return
         self.epoch += 1
         self.naive.clear()
+        self.kept_go()
         if bump:
             self.weights += 1
             self.cache.bump(f"w{self.weights}")
         else:
             self.cache.reset()
+        self.recount()
+
+    def kept_go(self) -> None:
+        """Prefixes that are kept do not outlive a reset."""
+        for sequence in self.cache.kept.values():
+            self.ended(sequence.owned_pages.tolist())
 
     # ---- the engine
 
@@ -222,6 +241,8 @@ class OneRank(RuleBasedStateMachine):
     def open(self, sequence: Sequence, n: int) -> None:
         before = sequence.seq_len
         new = max(0, -(-(before + n) // self.size) - len(sequence.owned_pages))
+        if before == sequence.committed and before % self.size:
+            new += self.tails()[int(sequence.page_indices[-1])] > 1  # which is copied
         if self.exact and new > self.naive.free:
             self.naive.evict(new - self.naive.free)
         slots = sequence.open(n)
@@ -287,6 +308,42 @@ class OneRank(RuleBasedStateMachine):
             sequence.finish()
             self.recount()
 
+    @rule(i=st.integers(0, 9), suffixes=st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=3),
+          limit=st.sampled_from([None, 0, 1, 3]))
+    def fork(self, i: int, suffixes: list[list[int]], limit: int | None) -> None:
+        """Children of a running sequence or of a kept prefix: all, or none and nothing has changed."""
+        having = self.having()
+        parent = having[i % len(having)] if having else None
+        if parent is None or not parent.committed or parent.seq_len > parent.committed or len(having) > 9:
+            return
+        self.names += 1
+        branches = [Branch(id=f"f{self.names}.{j}", suffix=suffix, output_limit=limit)
+                    for j, suffix in enumerate(suffixes)]
+        left, whole = parent.prompt_tokens + parent.request.output_limit, parent.committed
+        need = sum(-(-(whole + len(suffix) + (max(0, left - whole - len(suffix)) if limit is None else limit))
+                     // self.size) - whole // self.size for suffix in suffixes)
+        if need > self.cache.leftover:
+            before, free = self.cache._books.digest, self.cache.stats()
+            with pytest.raises(NoRoom) as error:
+                parent.fork(branches)
+            assert error.value.pages_short == need - self.cache.leftover
+            assert (self.cache._books.digest, self.cache.stats()) == (before, free)
+            return
+        children = parent.fork(branches)
+        self.left -= need
+        for child, suffix in zip(children, suffixes, strict=True):
+            assert child.chain.tokens.tolist() == [*parent.chain.tokens.tolist()[:whole], *suffix]
+        self.recount()
+
+    @rule(i=st.integers(0, 9))
+    def keep(self, i: int) -> None:
+        sequence = self.pick(i)
+        if sequence is not None and sequence.seq_len == sequence.committed and sequence.epoch == self.epoch:
+            self.store(sequence, sequence.committed)
+            self.ended(sequence.owned_pages.tolist()[-(-sequence.committed // self.size) :])
+            sequence.keep()
+            self.recount()
+
     @rule(i=st.integers(0, 9), pages=st.integers(0, 3))
     def grow(self, i: int, pages: int) -> None:
         sequence = self.pick(i)
@@ -313,7 +370,7 @@ class OneRank(RuleBasedStateMachine):
         assert stats.pages_free + stats.pages_cached + stats.pages_held + stats.pages_live == stats.pages_usable
         assert stats.pages_live == len(self.naive.live)
         assert stats.entries <= stats.pages_usable
-        for sequence in self.cache.running.values():
+        for sequence in self.having():
             self.kv.expect(sequence)
             assert (len(sequence.page_indices) - 1) * self.size < max(1, sequence.seq_len)
             assert sequence.seq_len <= len(sequence.page_indices) * self.size
@@ -383,6 +440,9 @@ def play(machine: type[OneRank], seed: int, steps: int = 150) -> OneRank:
         (6, lambda: run.finish(any_one())),
         (2, lambda: run.abort(rng.randint(0, 20))),
         (3, lambda: run.grow(any_one(), rng.randint(0, 3))),
+        (16, lambda: run.fork(any_one(), [bits(rng.randint(0, 3)) for _ in range(rng.choice([1, 1, 2, 3]))],
+                              rng.choice([None, 0, 0, 1]))),
+        (1, lambda: run.keep(any_one())),
         (9, lambda: run.retire(rng.randint(0, 3))),
         (1, lambda: run.in_step and run.forget_in_flight(rng.random() < 0.5, rng.randint(0, 1))),
     ]
