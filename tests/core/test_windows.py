@@ -113,19 +113,19 @@ def lost_apart() -> Ranks:
 
 def test_the_boundary_that_all_ranks_have() -> None:
     ranks = lost_apart()
-    for cache, (mine, reason) in zip(ranks.caches, ((5, "group minimum"), (4, "group minimum")), strict=True):
+    for cache, mine in zip(ranks.caches, (5, 4), strict=True):
         ledger: Any = cache._ledger("win")
         found = ledger.windows.places(cache.chain(A[:10]).keys)
         assert max(i + 1 for i in range(5) if found[i] >= 0) == mine
     ranks.begin(("b", [*A[:10], 1], 0))
     outcomes = ranks.group.end()
     assert [outcome.ready[0].cached_tokens for outcome in outcomes] == [4, 4]  # type: ignore[union-attr]
-    assert {str(outcome.ready[0].record.reason) for outcome in outcomes} == {reason}  # type: ignore[union-attr]
+    assert {str(outcome.ready[0].record.reason) for outcome in outcomes} == {"group minimum"}  # type: ignore[union-attr]
 
 
 def test_without_an_element_for_each_boundary_a_rank_is_to_use_what_it_has_not() -> None:
+    ranks = lost_apart()
     with off.each_boundary_by_itself(), pytest.raises(Exception, match=r"was matched but|free and used|other owner"):
-        ranks = lost_apart()
         ranks.serve("b", [*A[:10], 1])
 
 
@@ -234,7 +234,7 @@ def test_what_is_held_and_given_up_is_counted() -> None:
 
 
 def test_without_counting_live_pages_among_the_held_a_reservation_breaks() -> None:
-    with off.holds_count_live_pages(), pytest.raises(Exception, match="do not cover the reservations|opening pages"):
+    with off.holds_count_live_pages(), pytest.raises(Exception, match=r"do not cover the reservations|opening pages"):
         held_and_given_up()
 
 
@@ -391,8 +391,10 @@ def test_a_late_load_is_given_up_on_all_ranks() -> None:
     engine = ranks.engines[0]["win"]
     late = engine.running[0]
     engine.expire(late)
-    for other in [copy for engines in ranks.engines for e in engines.values() for copy in e.running if copy is not late]:
-        next(e for engines in ranks.engines for e in engines.values() if other in e.running).finish(other)
+    for other in (each for engines in ranks.engines for each in engines.values()):
+        for copy in other.running:
+            if copy is not late:
+                other.finish(copy)
     assert not ranks.step().ready
     assert [s.cached_tokens for s in ranks.step().ready] == [0]
     ranks.check()
@@ -412,13 +414,13 @@ def given_up_in_flight() -> Ranks:
     """While a ballot counts on the only host pages of the window, a running sequence evicts and would have them."""
     ranks = Ranks(config(sliding(12, window=4, host=2), pages=200))
     ranks.serve("a", A[:20])
-    for n in range(4):
+    for n in range(5):
         ranks.serve(f"y{n}", [n] * 20)
     ranks.step(("z", [9] * 30, 0))
     ranks.computes("z", 4)
     cache = ranks.caches[0]
     ledger: Any = cache._ledger("win")
-    ledger.stock.evict(2)
+    assert ledger.stock.evicted == 2
     ranks.copied()
     assert (ledger.windows.places(cache.chain(A[:20]).keys)[8:] >= 12).all()
     ranks.begin(("c", [*A[:20], 1], 0))
@@ -433,7 +435,7 @@ def given_up_in_flight() -> Ranks:
 
 def test_host_pages_of_a_window_are_read_from_the_begin_of_the_ballot() -> None:
     given_up_in_flight()
-    with off.readers_of_windows(), pytest.raises(Exception, match="was matched but|none|disagree"):
+    with off.readers_of_windows(), pytest.raises(Exception, match=r"was matched but|none|disagree"):
         given_up_in_flight()
 
 
