@@ -17,7 +17,7 @@ from distkv.engine.attention import ATTENTION_NAME, Batch, register
 from distkv.engine.config import ModelConfig, ServeConfig
 from distkv.engine.mesh import Mesh
 from distkv.engine.pool import KVPool
-from distkv.engine.served import check_attention, check_norms, check_whole
+from distkv.engine.served import check_alike, check_attention, check_norms, check_whole
 from distkv.engine.sources import model_folder
 from distkv.engine.tensor_parallel import Sums, check_mesh, part_of, reduce_outputs
 from distkv.engine.tiles import Attention
@@ -151,6 +151,7 @@ def load_model(
     folder = model_folder(config.source, config.cache_dir)
     dtype = _DTYPES[config.dtype]
     settings = _settings(folder)
+    check_alike(settings, folder / "config.json")
     _check_sizes(settings, folder)
     check_attention(settings, folder)
     check_mesh(settings, mesh.tp, mesh.sp)

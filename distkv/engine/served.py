@@ -14,7 +14,15 @@ from typing import Any
 from distkv.engine.windowed import FULL, SLIDING
 from distkv.errors import ModelError
 
-__all__ = ["check_attention", "check_norms", "check_whole"]
+__all__ = ["check_alike", "check_attention", "check_norms", "check_whole"]
+
+
+def check_alike(settings: Any, file: Path | str) -> None:
+    """Raises ``ModelError`` if layers differ in the width of their heads or the like: a pool has one shape for all."""
+    if getattr(settings, "is_heterogeneous", False):
+        names = ", ".join(sorted(settings.per_layer_attributes or ()))
+        raise ModelError(f"{file}: a {settings.model_type} model is not served: its layers differ in {names}, and the "
+                         "pages of a pool have one shape for all of its layers")  # fmt: skip
 
 
 def check_attention(settings: Any, folder: Path) -> None:

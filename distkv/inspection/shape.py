@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distkv.engine.served import check_whole
+from distkv.engine.served import check_alike, check_whole
 from distkv.engine.sources import config_place
 from distkv.engine.tensor_parallel import allowed_meshes, check_mesh, part_of
 from distkv.engine.windowed import FULL, Windows
@@ -98,6 +98,7 @@ def shape_of(settings: Any, file: str) -> ModelShape:
     if getattr(settings, "kv_lora_rank", None):
         raise ModelError(f"{file}: a {settings.model_type} model keeps compressed keys and values, which have no pages "
                          "of heads; it is not served")
+    check_alike(settings, file)
     try:
         heads = int(settings.num_attention_heads)
         kv_heads = int(getattr(settings, "num_key_value_heads", None) or heads)

@@ -17,7 +17,7 @@ from distkv.engine.engine import Engine
 from distkv.engine.model import load_model
 from distkv.engine.requests import Prompt
 from distkv.engine.served import check_norms
-from distkv.engine.tensor_parallel import check_degree
+from distkv.engine.tensor_parallel import check_mesh
 from distkv.errors import ModelError
 from distkv.testing.processes import run_ranks
 from tests.engine import tiny
@@ -101,6 +101,7 @@ REFUSED = {
     "Gemma2": ({}, r"gemma2 model with attn_logit_softcapping 50\.0 cannot be served"),
     "Gemma3Text": ({"sliding_window": None}, "gemma3_text model with sliding_window None cannot be served"),
     "Llama4Text": ({}, "llama4_text model with layer_types chunked_attention"),
+    "Gemma4Text": ({"num_hidden_layers": 12}, "gemma4_text model is not served: its layers differ in .*head_dim"),
     "DeepseekV3": ({}, "deepseek_v3 model is not served yet: its keys are 192 wide and its values 128"),
     "Gemma": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
 }
@@ -151,8 +152,8 @@ def test_what_cannot_be_split_is_named(folders: Folders, tmp_path: Path) -> None
     folder = folders("gemma", 1)  # as the 2B
     model = load_model(ModelConfig(source=str(folder)))
     assert torch.equal(single_pass(model, SCATTERED), stock(folder, torch.float32))
-    with pytest.raises(ModelError, match=r"parallel\.tp 2 does not .* 1 KV heads, MLP width 192\); allowed: 1"):
-        check_degree(AutoConfig.from_pretrained(folder), 2)
+    with pytest.raises(ModelError, match=r"parallel\.tp 2 does not .* 1 KV heads, MLP width 192\); allowed tp x sp: 1x1"):
+        check_mesh(AutoConfig.from_pretrained(folder), 2)
     wide = Olmo2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
     with pytest.raises(ModelError, match=r"self_attn\.q_norm covers 32 elements, more than a head's 8"):
         check_norms(Olmo2ForCausalLM(wide))
