@@ -98,11 +98,23 @@ def ended_well(engine: Engine) -> None:
 # ---- cold and forked, on one rank and on two
 
 
+def steps(engine: Engine, *prompts: Prompt) -> dict[str, Completion]:
+    for prompt in prompts:
+        engine.submit(prompt)
+    done: dict[str, Completion] = {}
+    for _ in range(2000):
+        if not engine.busy:
+            return done
+        done |= {each.id: each for each in engine.step()}
+    raise AssertionError(f"still running: {list(engine._work.running)}, waiting: {engine.cache.waiting_ids}")
+
+
 def drive(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
     """All at once, to the end of the engine; on other ranks than rank 0 nothing comes back."""
     done: list[Completion] = []
     if engine.model.rank == 0:
-        done = engine.generate(prompts)
+        ended = steps(engine, *prompts)
+        done = [ended[str(prompt.id)] for prompt in prompts]
         engine.step()
         engine.shutdown()
     else:
@@ -182,17 +194,6 @@ def model(folders: Folders) -> Model:
     return load_model(tiny.config(folders("llama", 4)).model)
 
 
-def steps(engine: Engine, *prompts: Prompt) -> dict[str, Completion]:
-    for prompt in prompts:
-        engine.submit(prompt)
-    done: dict[str, Completion] = {}
-    for _ in range(2000):
-        if not engine.busy:
-            return done
-        done |= {each.id: each for each in engine.step()}
-    raise AssertionError(f"still running: {list(engine._work.running)}, waiting: {engine.cache.waiting_ids}")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_prompts_that_all_wait_for_their_forks_get_on(model: Model, folders: Folders, mode: str) -> None:
     """They take the whole pool: the last is suspended, and the first is forked."""
@@ -206,6 +207,21 @@ def test_prompts_that_all_wait_for_their_forks_get_on(model: Model, folders: Fol
     assert {name: answers(each) for name, each in done.items()} == {name: answers(wanted[name]) for name in done}
     assert sum(each.suspended for each in done.values()) >= 1
     assert done["0"].suspended == 0, "the first goes on to its end"
+    engine.step()
+    ended_well(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_search_that_came_first_is_not_suspended_for_answers_that_grow(
+    model: Model, folders: Folders, mode: str
+) -> None:
+    """Its beams are the last sequences, but those that came later make place."""
+    engine = engine_of(model, folders("llama", 4), mode, pages=13, reserve_tokens=4)
+    growing = [Prompt(tokens=tiny.tokens(20, i), id=str(i), output_limit=44) for i in range(2)]
+    done = steps(engine, SEARCH, *growing)  # it has 9 pages, and each of them 2 at first and 4 at last
+    assert done["search"].suspended == 0
+    assert done["0"].suspended + done["1"].suspended > 0
     engine.step()
     ended_well(engine)
     engine.close()
