@@ -45,7 +45,7 @@ class SimulatedGroup:
         """
         members = LocalGroup.make(len(configs), timeout_s=0)
         engines = copies or [None] * len(configs)
-        copiers = copy_pages or [None] * len(configs)
+        copiers: Sequence[CopyPage | None] = copy_pages or [None] * len(configs)
         with ThreadPoolExecutor(len(configs)) as pool:  # the exchange at start is the one moment that waits
             self.caches = list(
                 pool.map(lambda given: PrefixCache(given[0], fingerprint, given[1], copies=given[2],

@@ -18,6 +18,7 @@ from distkv import (
     KeyNamingError,
     Message,
     NoRoom,
+    PeerFailed,
     PoolConfig,
     PrefixCache,
     Reason,
@@ -428,11 +429,14 @@ def test_what_is_of_before_a_reset_cannot_be_kept() -> None:
     assert cache.stats().entries == 0
 
 
-def test_closing_lets_everything_go() -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_closing_lets_everything_go(in_flight: bool) -> None:
     cache = cache_of(8)
     parent_of(cache).keep()
     prefill(admit(cache, "o", [4] * 12))
     assert cache.kept["p"].fork(2, wait=True) == ()
+    if in_flight:
+        cache.begin_step()
     cache.close()
     assert cache.stats().pages_live == cache.stats().pages_reserved == 0
 
@@ -566,6 +570,28 @@ def test_a_parent_may_end_before_or_after_its_fork_is_made(how: str, fits: bool)
         assert not outcome.forked
     for cache in group.caches:
         assert cache.stats().pages_live == cache.stats().pages_reserved == 0
+
+
+def test_a_parent_may_end_in_a_step_that_a_rank_cannot_vote_in() -> None:
+    group = group_of()
+    begin(group, ("p", [0, 1, 2, 3, 4, 5], 2), ("o", [5] * 20, 4))
+    group.end()
+    for cache in group.caches:
+        prefill(cache.running["p"])
+        assert cache.running["p"].fork(wait=True) == ()
+    group.fail_next_begin(1)
+    begin(group, ("n", [1], 0))
+    group.caches[0].running["p"].finish()
+    assert all(isinstance(outcome, PeerFailed) or rank for rank, outcome in enumerate(group.end()))
+    group.caches[1].running["p"].finish()
+    group.check()
+    for cache in group.caches:
+        cache.running["o"].finish()
+    begin(group)
+    for outcome in group.end():
+        assert isinstance(outcome, StepResult)
+        assert (outcome.forked, [s.id for s in outcome.ready]) == ((), ["n"])
+    group.check_agreed()
 
 
 @pytest.mark.parametrize("running", ["finish", "abort"])
