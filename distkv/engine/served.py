@@ -49,6 +49,19 @@ def check_attention(settings: Any, folder: Path) -> None:
             "causal attention is, to all tokens or one sliding window (no chunks, no soft cap, one direction)"
         )
     _check_widths(settings, folder)
+    _check_positions(settings, folder)
+
+
+def _check_positions(settings: Any, folder: Path) -> None:
+    """Raises ``ModelError`` if a key's rotation depends on how long the longest prompt of its batch is: then a page's
+    bytes depend on who was computed beside it, and are of no use to anybody else."""
+    given = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
+    each = [given, *(part for part in given.values() if isinstance(part, dict))] if isinstance(given, dict) else []
+    odd = sorted({str(part.get("rope_type", part.get("type"))) for part in each} & {"dynamic", "longrope"})
+    if odd:
+        raise ModelError(f"{folder / 'config.json'}: a {settings.model_type} model with rope_type {', '.join(odd)} is "
+                         "not served: its keys depend on the longest prompt in the batch, so a cached page is not "
+                         "exact for anybody else; take a rope_type without that (default, linear, yarn, llama3)")
 
 
 def _check_widths(settings: Any, folder: Path) -> None:

@@ -97,6 +97,7 @@ def test_every_family_on_two_ranks(folders: Folders) -> None:
 
 
 REFUSED = {
+    "Llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type dynamic"),
     "Mistral": ({"sliding_window": 0}, "mistral model with sliding_window 0"),
     "Gemma2": ({}, r"gemma2 model with attn_logit_softcapping 50\.0 cannot be served"),
     "Gemma3Text": ({"sliding_window": None}, "gemma3_text model with sliding_window None cannot be served"),
