@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from distkv.errors import ConfigError
+from distkv.grid import Grid
 from distkv.label_config import LabelConfig
 from distkv.windows import window_pages
 
@@ -65,10 +66,7 @@ class Windows:
 
 def grid_step(pages: int, boundaries: int) -> int:
     """Pages between two places at which a prompt of so many pages can be matched (see ``cache.window_boundaries``)."""
-    step = 1
-    while step * boundaries < pages:
-        step *= 2
-    return step
+    return Grid(pages, boundaries).step
 
 
 def label_of(config: ServeConfig, windows: Windows, context: int, *, any_scheduler: bool = False) -> LabelConfig:
