@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine import tiny
+from tests.engine import hybrid, tiny
 from tests.engine.conversion import Converted, convert_together
 
 
@@ -20,6 +20,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pa
         if key not in made:
             made[key] = tiny.model_folder(tmp_path_factory.mktemp(f"{kind}{kv_heads}"), kind, kv_heads=kv_heads)
         return made[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> hybrid.Folders:
+    """Folders of tiny models with sliding windows, each made once: ``hybrids("gemma3")``; ``-small``: of two layers."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = hybrid.folder(tmp_path_factory.mktemp(kind), kind.removesuffix("-small"),
+                                       layers=2 if kind.endswith("-small") else 3)  # fmt: skip
+        return made[kind]
 
     return folder
 

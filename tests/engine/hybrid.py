@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from distkv.engine.model import Model, load_model
 from distkv.engine.page_check import CacheCheck, check_cache
 from distkv.engine.pool import KVPool
 from distkv.engine.record import Recording, logits_hash
-from distkv.engine.requests import Completion
+from distkv.engine.requests import Completion, Prompt
 from distkv.torch_group import TorchGroup
 from distkv.windows import window_pages
 from tests.engine import tiny
 
 WINDOW = 40
 """Tokens that a query of a sliding layer sees: not a multiple of a page, so that windows begin within one."""
+
+WIDE = WindowConfig(pages=128, allowance_tokens=64)
+"""A pool in which nothing is evicted, and conversations that may be edited in their last 64 tokens."""
+
+Folders = Callable[[str], Path]
+"""The fixture ``hybrids``: the folder of a kind of model, made once."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = {"gemma3": "Gemma3Text", "qwen3": "Qwen3", "qwen2": "Qwen2", "gpt_oss": "GptOss", "mistral": "Mistral"}
@@ -145,3 +152,14 @@ def check_pages(made: Engine) -> CacheCheck:
     assert found.differences == ()
     made.cache.check()
     return found
+
+
+def ask(made: Engine, tokens: np.ndarray, name: str, **fields: Any) -> tuple[int, tuple[int, ...]]:
+    """How many tokens came from the cache, and the answer."""
+    done = made.generate([Prompt(tokens=tokens, id=name, **fields)])[0]
+    assert done.error is None
+    return done.cached_tokens, done.token_ids
+
+
+def edited(tokens: np.ndarray, at: int, more: int = 25) -> np.ndarray:
+    return np.concatenate([tokens[:at], tiny.tokens(more, 1000 + at)])

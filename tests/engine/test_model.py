@@ -115,10 +115,10 @@ def test_what_is_no_model_is_named(folders: Folders, tmp_path: Path) -> None:
 
 def test_attention_that_is_not_plain_is_refused(folders: Folders, tmp_path: Path) -> None:
     folder = edited(
-        folders("qwen3", 4), tmp_path / "sliding", use_sliding_window=True, sliding_window=8,
-        layer_types=["sliding_attention", "sliding_attention"],
+        folders("qwen3", 4), tmp_path / "chunks", layer_types=["full_attention", "chunked_attention"],
+        attention_chunk_size=8,
     )  # fmt: skip
-    with pytest.raises(ModelError, match="sliding_window"):
+    with pytest.raises(ModelError, match="layer_types chunked_attention"):
         single_pass(load_model(ModelConfig(source=str(folder))), np.arange(5))
 
 

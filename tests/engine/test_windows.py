@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from distkv.config import HostConfig, from_mapping
+from distkv.config import HostConfig
 from distkv.engine import gate
 from distkv.engine.config import ModelConfig, ServeConfig, WindowConfig
 from distkv.engine.engine import Engine
-from distkv.engine.invariant import enable
-from distkv.engine.invariant_case import differences, random_case
 from distkv.engine.mesh import Mesh
-from distkv.engine.model import load_model, load_tokenizer
+from distkv.engine.model import load_tokenizer
 from distkv.engine.page_check import check_cache
 from distkv.engine.record import logits_hash
 from distkv.engine.requests import Prompt
-from distkv.engine.served import check_whole
-from distkv.errors import ConfigError, ModelError, SequenceError
-from distkv.inspection.doctor import problems
-from distkv.inspection.machine import Machine
-from distkv.inspection.plan import make_plan
-from distkv.inspection.shape import read_shape
-from distkv.label_config import LabelConfig
 from distkv.testing.processes import run_ranks
 from distkv.window_index import WindowIndex
 from distkv.windows import SlidingLedger
 from tests.engine import hybrid, tiny
-from tests.engine.hybrid import check_bits, check_pages
+from tests.engine.hybrid import WIDE, Folders, ask, check_bits, check_pages, edited
 from tests.engine.test_quickstart import converted_smollm2
-
-Folders = Callable[[str], Path]
-WIDE = WindowConfig(pages=128, allowance_tokens=64)
-"""A pool in which nothing is evicted, and conversations that may be edited in their last 64 tokens."""
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    made: dict[str, Path] = {}
-
-    def folder(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = hybrid.folder(tmp_path_factory.mktemp(kind), kind.removesuffix("-small"),
-                                       layers=2 if kind.endswith("-small") else 3)  # fmt: skip
-        return made[kind]
-
-    return folder
-
-
-def ask(made: Engine, tokens: np.ndarray, name: str, **fields: Any) -> tuple[int, tuple[int, ...]]:
-    """How many tokens came from the cache, and the answer."""
-    done = made.generate([Prompt(tokens=tokens, id=name, **fields)])[0]
-    assert done.error is None
-    return done.cached_tokens, done.token_ids
-
-
-def edited(tokens: np.ndarray, at: int, more: int = 25) -> np.ndarray:
-    return np.concatenate([tokens[:at], tiny.tokens(more, 1000 + at)])
 
 
 def ledger_of(made: Engine) -> SlidingLedger:
@@ -74,71 +35,13 @@ def ledger_of(made: Engine) -> SlidingLedger:
     return ledger
 
 
-# ---- one pass
-
-
-def stock(folder: Path, dtype: torch.dtype, tokens: np.ndarray, attention: str) -> torch.Tensor:
-    """Logits of ``transformers``' own attention."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
-    with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=torch.from_numpy(tokens[None].astype(np.int64)), use_cache=False).logits
-    return found[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("gemma3", "float32"), ("gemma3", "bfloat16"), ("qwen2", "float32"), ("qwen3", "float32"), ("mistral", "float32")],
-)
-def test_one_pass_has_the_bits_of_transformers_own_attention(folders: Folders, kind: str, dtype: str) -> None:
-    model, tokens = load_model(ModelConfig(source=str(folders(kind)), dtype=dtype)), tiny.tokens(150, 1)
-    assert torch.equal(hybrid.alone(model, tokens)[0], stock(folders(kind), model.dtype, tokens, "sdpa"))
-    assert model.windows is not None
-    assert model.windows.layers == ((0, 1, 2) if kind == "mistral" else (0, 2))
-
-
-def test_sinks_are_part_of_the_softmax(folders: Folders) -> None:
-    model, tokens = load_model(ModelConfig(source=str(folders("gpt_oss")))), tiny.tokens(150, 1)
-    ours, wanted = hybrid.alone(model, tokens)[0], stock(folders("gpt_oss"), model.dtype, tokens, "eager")
-    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
-    model.module.model.layers[1].self_attn.sinks.data += 1.0
-    assert (hybrid.alone(model, tokens)[0] - wanted).abs().max() > 0.01
-
-
-def test_the_window_is_that_of_transformers_to_the_token(folders: Folders) -> None:
-    model, tokens = load_model(ModelConfig(source=str(folders("qwen3")))), tiny.tokens(60, 1)
-    wanted, windows = hybrid.alone(model, tokens)[0], model.windows
-    assert windows is not None
-    for other in (hybrid.WINDOW - 1, hybrid.WINDOW + 1):
-        model.windows = replace(windows, tokens=other)
-        with pytest.raises(ModelError, match="asks for a sliding window of 40 tokens in layer 0, and the model's"):
-            hybrid.alone(model, tokens)
-        for number in windows.layers:
-            model.module.model.layers[number].self_attn.sliding_window = other
-        found = hybrid.alone(model, tokens)[0]
-        first = min(other, hybrid.WINDOW)
-        assert torch.equal(found[:first], wanted[:first])
-        assert not torch.equal(found[first], wanted[first]), "the first token that sees one more or less"
-        for number in windows.layers:
-            model.module.model.layers[number].self_attn.sliding_window = hybrid.WINDOW
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_random_schedules_give_the_bits_of_single_passes(folders: Folders, dtype: str) -> None:
-    """Windows that begin and end in other blocks of keys, too, behind 512 and 1,024 tokens."""
-    model = load_model(ModelConfig(source=str(folders("gemma3")), dtype=dtype))
-    enable(model)
-    for seed in range(4):
-        case = random_case(np.random.default_rng(seed), vocab=tiny.VOCAB, page_size=16, longest=1200, sequences=2)
-        assert differences(model, case) == []
-
-
 # ---- an engine: hits, edits, lengths
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_hits_at_every_boundary_behind_the_window_have_the_bits_of_a_cold_run(folders: Folders, dtype: str) -> None:
+def test_hits_at_every_boundary_behind_the_window_have_the_bits_of_a_cold_run(hybrids: Folders, dtype: str) -> None:
     """A conversation of 133 tokens, computed up to 138; edited from behind its end to far before what is kept."""
-    made = hybrid.engine(hybrid.config(folders("gemma3"), pages=128, window=WIDE, dtype=dtype, batch_invariant=True))
+    made = hybrid.engine(hybrid.config(hybrids("gemma3"), pages=128, window=WIDE, dtype=dtype, batch_invariant=True))
     for at in (139, 132, 128, 97, 80, 79, 50) if dtype == "float32" else (132, 90):
         # every time another conversation, of which nothing but its end is kept
         tokens = tiny.tokens(133, at)
@@ -151,9 +54,9 @@ def test_hits_at_every_boundary_behind_the_window_have_the_bits_of_a_cold_run(fo
     assert check_pages(made).window_pages > 12
 
 
-def test_every_length_up_to_some_pages(folders: Folders) -> None:
+def test_every_length_up_to_some_pages(hybrids: Folders) -> None:
     """Prompts of each length, their own pages and those of others; and one that is cached to its last token."""
-    made = hybrid.engine(hybrid.config(folders("qwen3"), window=WIDE, batch_invariant=True))
+    made = hybrid.engine(hybrid.config(hybrids("qwen3"), window=WIDE, batch_invariant=True))
     tokens = tiny.tokens(66, 7)
     wanted = hybrid.alone(made.model, tokens)[0]
     assert made.recording is not None
@@ -167,8 +70,8 @@ def test_every_length_up_to_some_pages(folders: Folders) -> None:
     check_pages(made)
 
 
-def test_window_pages_are_lost_alone_and_a_lower_boundary_is_used(folders: Folders) -> None:
-    settings = hybrid.config(folders("gemma3"), window=WIDE, cache={"index_on": "fill"}, batch_invariant=True)
+def test_window_pages_are_lost_alone_and_a_lower_boundary_is_used(hybrids: Folders) -> None:
+    settings = hybrid.config(hybrids("gemma3"), window=WIDE, cache={"index_on": "fill"}, batch_invariant=True)
     made, tokens = hybrid.engine(settings), tiny.tokens(165, 3)
     ask(made, tokens, "cold")
     windows, keys = ledger_of(made).windows, made.cache.chain(tokens).keys
@@ -194,10 +97,10 @@ def tokens_of(count: int, length: int) -> dict[str, np.ndarray]:
     return {chr(ord("a") + i): tiny.tokens(length, 50 + i) for i in range(count)}
 
 
-def test_both_pools_come_back_from_the_host(folders: Folders) -> None:
+def test_both_pools_come_back_from_the_host(hybrids: Folders) -> None:
     """Six conversations, of which the pools hold two: every second one is read in, and its edits with it."""
     window = WindowConfig(pages=22, allowance_tokens=48, host_pages=64)
-    made = hybrid.engine(hybrid.config(folders("gemma3"), pages=24, window=window, batch_invariant=True,
+    made = hybrid.engine(hybrid.config(hybrids("gemma3"), pages=24, window=window, batch_invariant=True,
                                        host=HostConfig(pages=64)))  # fmt: skip
     prompts = tokens_of(6, 150)
     for name, tokens in prompts.items():
@@ -221,10 +124,10 @@ def test_both_pools_come_back_from_the_host(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_suspended_and_packed_requests_have_the_bits_of_a_pass_alone(folders: Folders, asynchronous: bool) -> None:
+def test_suspended_and_packed_requests_have_the_bits_of_a_pass_alone(hybrids: Folders, asynchronous: bool) -> None:
     """Four at once in pools for two; whoever finds no room is suspended, and one is by hand, in its prompt."""
     window = WindowConfig(pages=30, allowance_tokens=16, host_pages=32)
-    settings = hybrid.config(folders("gemma3"), pages=30, window=window, host=HostConfig(pages=48, preemption_pages=24),
+    settings = hybrid.config(hybrids("gemma3"), pages=30, window=window, host=HostConfig(pages=48, preemption_pages=24),
                              batch_invariant=True, reserve_tokens=3, output_limit=20,
                              cache={"asynchronous": asynchronous})  # fmt: skip
     made = hybrid.engine(settings)
@@ -245,10 +148,10 @@ def test_suspended_and_packed_requests_have_the_bits_of_a_pass_alone(folders: Fo
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_samples_and_beams_share_a_window_that_slides_away(folders: Folders, asynchronous: bool) -> None:
+def test_samples_and_beams_share_a_window_that_slides_away(hybrids: Folders, asynchronous: bool) -> None:
     """Forks with a partial tail; each lets its window slide past what it shares with the others."""
     window = WindowConfig(pages=64, allowance_tokens=32)
-    settings = hybrid.config(folders("gemma3"), window=window, batch_invariant=True, output_limit=60,
+    settings = hybrid.config(hybrids("gemma3"), window=window, batch_invariant=True, output_limit=60,
                              cache={"asynchronous": asynchronous})  # fmt: skip
     made, tokens = hybrid.engine(settings), tiny.tokens(90, 1)
     done = made.generate([Prompt(tokens=tokens, id="samples", n=3, temperature=1.2, seed=3),
@@ -261,12 +164,12 @@ def test_samples_and_beams_share_a_window_that_slides_away(folders: Folders, asy
     assert made.cache.stats().labels["window"].pages_live == 0
 
 
-def test_how_much_of_the_window_is_kept_changes_no_bit(folders: Folders) -> None:
+def test_how_much_of_the_window_is_kept_changes_no_bit(hybrids: Folders) -> None:
     """Not allowances, not how prompts are cut, nor who else is in the batch; and the gate knows of two pools."""
     answers = set()
     for allowance, chunk in ((15, 4), (70, 16)):
         window = WindowConfig(pages=40, allowance_tokens=allowance)
-        made = hybrid.engine(hybrid.config(folders("qwen2"), window=window, batch_invariant=True, chunk_tokens=chunk))
+        made = hybrid.engine(hybrid.config(hybrids("qwen2"), window=window, batch_invariant=True, chunk_tokens=chunk))
         done = made.generate([Prompt(tokens=tokens, id=name) for name, tokens in tokens_of(3, 100).items()])
         done += made.generate([Prompt(tokens=edited(tokens, 99), id=f"{name} again")
                                for name, tokens in tokens_of(3, 100).items()])  # fmt: skip
@@ -278,9 +181,9 @@ def test_how_much_of_the_window_is_kept_changes_no_bit(folders: Folders) -> None
     assert len(answers) == 1
 
 
-def test_the_bits_of_another_prefixs_window_are_others(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_another_prefixs_window_are_others(hybrids: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of all tests here: a boundary with a window page of another prefix. Its books are right."""
-    made = hybrid.engine(hybrid.config(folders("gemma3"), window=WIDE, batch_invariant=True))
+    made = hybrid.engine(hybrid.config(hybrids("gemma3"), window=WIDE, batch_invariant=True))
     prompts = tokens_of(2, 100)
     for name, tokens in prompts.items():
         ask(made, tokens, name)
@@ -323,36 +226,6 @@ def test_a_conversation_in_words_that_is_edited(ahead: str, tmp_path: Path) -> N
     assert first - 40 < turn("asked anew")[1] < first - 5
     assert check_bits(made) == 4 * 6
     assert check_pages(made).window_pages > 8
-
-
-# ---- other kinds of models
-
-
-def test_a_model_whose_every_layer_slides_has_one_pool(folders: Folders) -> None:
-    made = tiny.engine(hybrid.config(folders("mistral"), batch_invariant=True))
-    assert list(made.pools) == list(made.cache.labels) == ["main"]
-    tokens = tiny.tokens(120, 1)
-    assert ask(made, tokens, "cold")[0] == 0
-    assert ask(made, edited(tokens, 70), "warm")[0] == 64, "all of it is there, so it may go on from anywhere"
-    assert check_bits(made) == 12
-
-
-def test_a_model_with_experts_and_sinks_is_served_on_one_rank(folders: Folders) -> None:
-    """Its experts are not batch-invariant; requests one after the other are cut alike, and so have the same bits."""
-    settings = hybrid.config(folders("gpt_oss"), window=WIDE)
-    made, tokens = hybrid.engine(settings), tiny.tokens(110, 1)
-    assert ask(made, edited(tokens, 109), "cold", read=False, write=False)[0] == 0
-    ask(made, tokens, "first")
-    assert ask(made, edited(tokens, 109), "warm")[0] == 96
-    assert made.recording is not None
-    cold, warm = (made.recording.requests[name] for name in ("cold", "warm"))
-    assert cold.logits == warm.logits
-    assert cold.kv is not None
-    assert np.array_equal(cold.kv, warm.kv)
-    with pytest.raises(ModelError, match=r"does not cover model\.layers\.0\.mlp\.router .*; set it to false"):
-        hybrid.engine(hybrid.config(folders("gpt_oss"), batch_invariant=True))
-    with pytest.raises(ModelError, match=r"a gpt_oss model has 4 experts in a layer, which cannot be split over ranks"):
-        check_whole(AutoConfig.from_pretrained(folders("gpt_oss")), 2)
 
 
 # ---- several ranks
@@ -424,8 +297,8 @@ def ranks_case(rank: int, world_size: int, folder: Path) -> list[Seen]:
     return seen
 
 
-def test_ranks_that_lost_different_window_pages_agree_on_one_boundary(folders: Folders) -> None:
-    seen = run_ranks(ranks_case, 4, (folders("gemma3-small"),), timeout_s=240.0)
+def test_ranks_that_lost_different_window_pages_agree_on_one_boundary(hybrids: Folders) -> None:
+    seen = run_ranks(ranks_case, 4, (hybrids("gemma3-small"),), timeout_s=240.0)
     for of_rank, first in ((seen[0][0], seen[1][0]), (seen[2][0], seen[3][0]), *((s[1], seen[0][1]) for s in seen)):
         assert of_rank.cached == first.cached
         assert of_rank.tables == first.tables
@@ -440,50 +313,3 @@ def test_ranks_that_lost_different_window_pages_agree_on_one_boundary(folders: F
         assert each.cached == {"a": 0, "b": 0, "end": 96, "edit": 80, "lost": 32, "c": 0, "d": 0, "b again": 96,
                                "c again": 96, "d again": 96}  # fmt: skip
     assert seen[0][0].logits != seen[2][0].logits, "sums over ranks have other bits than one rank's"
-
-
-# ---- settings
-
-
-def test_settings_that_contradict_the_model_or_each_other(folders: Folders) -> None:
-    model = load_model(ModelConfig(source=str(folders("gemma3"))))
-
-    def refused(match: str, **changed: Any) -> None:
-        with pytest.raises(ConfigError, match=match):
-            Engine(replace(hybrid.config(folders("gemma3")), **changed), model)
-
-    refused(r"window\.pages: is 5, and one request takes up to 7: the window of 40 tokens, 31 behind it",
-            window=WindowConfig(pages=5, allowance_tokens=31))  # fmt: skip
-    refused(r"labels: are made by the engine", labels=(LabelConfig(name="window", kind="sliding", window_tokens=64),))
-    refused(r"window\.host_pages: is missing: the size of the host tier is given", host=HostConfig(gib_per_rank=1))
-    refused(r"window\.pages: needs .* GiB on this rank", window=WindowConfig(pages=1 << 30))
-    with pytest.raises(ConfigError, match=r"window\.allowance_tokens: must be at least cache\.page_size - 1, which is"):
-        hybrid.config(folders("gemma3"), window=WindowConfig(allowance_tokens=14))
-    with pytest.raises(ConfigError, match=r"window\.page: .*pages"):
-        from_mapping({"window": {"page": 3}}, ServeConfig, source="x.yaml")
-
-
-def test_the_plan_has_the_bytes_of_both_pools(folders: Folders) -> None:
-    window = WindowConfig(pages=12, host_pages=3)
-    settings = hybrid.config(folders("gemma3"), pages=20, window=window, host=HostConfig(pages=7))
-    plan, made = make_plan(settings, read_shape(str(folders("gemma3"))), memory=1 << 30), hybrid.engine(settings)
-    assert plan.window is not None
-    assert plan.pool_per_rank == made.pool.data.nbytes
-    assert plan.window.per_rank == made.pools["window"].data.nbytes
-    assert plan.window.host_per_rank == 3 * made.pools["window"].bytes_per_page()
-    assert plan.host is not None
-    assert plan.host.per_rank == 7 * made.pool.bytes_per_page()
-    assert plan.window.allowance_tokens == 32, "prompts of 128 pages are matched at every second one"
-    assert plan.window.pages_of_a_request == 7
-    for wrong, text in ((replace(settings, window=WindowConfig(pages=3)), "window.pages"),
-                        (hybrid.config(folders("gpt_oss"), tp=2), "model")):  # fmt: skip
-        assert [problem.field for problem in problems(wrong, Machine()) if not problem.warning] == [text]
-
-
-def test_what_a_window_has_given_up_cannot_be_read(folders: Folders) -> None:
-    pool = load_model(ModelConfig(source=str(folders("gemma3")))).pool(4, 16)
-    table = torch.tensor([2, 0])
-    assert len(pool.gather_between(0, table, 3, 50, 70)[0]) == 20
-    for start, stop in ((47, 70), (50, 81)):
-        with pytest.raises(SequenceError, match="the page table has the pages from 3 to 4, of 16 tokens each"):
-            pool.gather_between(0, table, 3, start, stop)
