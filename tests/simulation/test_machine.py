@@ -47,7 +47,9 @@ class GroupMachine(RuleBasedStateMachine):
         self.contents = [Content(2, pool, host) for pool, host in zip(pools, hosts, strict=False)]
         self.engines = [SimulatedCopies(content, random.Random(0)) if host else None
                         for content, host in zip(self.contents, hosts, strict=False)]
-        self.group = SimulatedGroup(configs, Fingerprint(model="m"), copies=self.engines)
+        self.group = SimulatedGroup(configs, Fingerprint(model="m"), copies=self.engines, copy_pages=[
+            lambda label, source, target, content=content: content.copied(source, target, 0)
+            for content in self.contents])
         for rank_cache, engine in zip(self.group.caches, self.engines, strict=True):
             if engine is not None:
                 engine.p_stall, engine.epoch = 0.0, partial(getattr, rank_cache._books, "epoch")
@@ -70,7 +72,8 @@ class GroupMachine(RuleBasedStateMachine):
 
     def one_of(self, number: int) -> str | None:
         """A sequence that can run, and could when the step began: its state does not depend on the end of it."""
-        able = [i for i, s in self.group.caches[0].running.items() if not s.read_in_progress and i not in self.frozen]
+        able = [i for i, s in self.group.caches[0].running.items()
+                if not s.read_in_progress and not s.forking and i not in self.frozen]
         return able[number % len(able)] if able else None
 
     @precondition(lambda self: not self.in_flight)
@@ -126,15 +129,18 @@ class GroupMachine(RuleBasedStateMachine):
             self.group.heal(rank)
         self.in_flight = True
         cache = self.group.caches[0]
-        self.frozen = {*cache.waiting_ids, *(i for i, s in cache.running.items() if s.read_in_progress)}
+        self.frozen = {*cache.waiting_ids, *(i for i, s in cache.running.items() if s.read_in_progress or s.forking)}
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def end(self) -> None:
         outcomes = self.group.end()
         for content, outcome in zip(self.contents, outcomes, strict=True):
-            for sequence in outcome.ready if isinstance(outcome, StepResult) else ():
-                content.expect(sequence, outcome.step)
+            if isinstance(outcome, StepResult):
+                for sequence in outcome.ready:
+                    content.expect(sequence, outcome.step)
+                for forked in outcome.forked:
+                    content.forked(forked.parent, forked.children, 0)
         self.in_flight, self.frozen = False, set()
         for rank, calls in enumerate(self.delayed):
             for function in calls:
@@ -151,7 +157,7 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS)
     def abort(self, number: int) -> None:
         cache = self.group.caches[0]
-        known = [*cache.waiting_ids, *cache.running, *cache.suspended, "unknown"]
+        known = [*cache.waiting_ids, *cache.running, *cache.suspended, *cache.kept, "unknown"]
         name = known[number % len(known)]
         self.call(lambda rank: self.group.caches[rank].abort(name))
 
@@ -186,6 +192,40 @@ class GroupMachine(RuleBasedStateMachine):
                 sequence.suspend()
 
         self.call(work)
+
+    @rule(number=NUMBERS)
+    def keep(self, number: int) -> None:
+        name = self.one_of(number)
+
+        def work(rank: int) -> None:
+            cache = self.group.caches[rank]
+            sequence = cache.running.get(name or "")
+            if sequence is not None and sequence.epoch == cache._books.epoch:
+                sequence.keep()
+
+        self.call(work)
+
+    @precondition(lambda self: not self.in_flight)
+    @rule(number=NUMBERS, children=st.integers(1, 3), wait=st.booleans())
+    def fork(self, number: int, children: int, wait: bool) -> None:
+        cache = self.group.caches[0]
+        parents = [i for i, s in (*cache.running.items(), *cache.kept.items())
+                   if s.committed and not s.forking and not s.read_in_progress]
+        if not parents:
+            return
+        name = parents[number % len(parents)]
+
+        def forked(rank: int) -> tuple[str, ...] | None:
+            cache = self.group.caches[rank]
+            parent = cache.running.get(name) or cache.kept[name]
+            try:
+                made = parent.fork(children, wait=wait)
+            except NoRoom:
+                return None
+            self.contents[rank].forked(parent, made, 0)
+            return tuple(child.id for child in made)
+
+        assert len({forked(rank) for rank in range(self.group.size)}) == 1
 
     @rule(number=NUMBERS, limit=st.none() | st.integers(0, 4))
     def resume(self, number: int, limit: int | None) -> None:
@@ -242,8 +282,10 @@ class GroupMachine(RuleBasedStateMachine):
             self.end()
         caches = self.group.caches
         for _ in range(200):
-            if not caches[0].waiting_ids and not caches[0].running and not caches[0].suspended:
+            if not (caches[0].waiting_ids or caches[0].running or caches[0].suspended or caches[0].kept):
                 break
+            for name in list(caches[0].kept):
+                self.group.each(lambda cache, name=name: cache.abort(name))  # type: ignore[misc]
             for _ in list(caches[0].suspended):
                 self.resume(0, None)
             for _ in list(caches[0].running):
