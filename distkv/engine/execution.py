@@ -60,6 +60,7 @@ class Execution(Answers):
         """Batches that were launched and have not landed, the oldest first."""
         self._reserve = Reserve(cache, settings.reserve_tokens)
         self._loading = False
+        self._turn = 0
         self._to_suspend: tuple[str, ...] = ()
         self._launcher = launcher
 
@@ -151,6 +152,8 @@ class Execution(Answers):
                 self.pending[name].admitted(sequence)
             if new.sequences > 1 and new.output_limit:
                 running.family = Family(new, self.model.stop_ids, self)
+        self._turn += 1
+        running.turn = self._turn
         self.running[name] = running
         if self.recording is not None:
             known = running.tokens[: running.known]

@@ -80,11 +80,11 @@ class Reserve:
 def victim(name: str, running: Mapping[str, Running]) -> str:
     """Who is to be suspended when the cache names the last admitted sequence; "": nobody.
 
-    The request that was admitted first is never suspended, though it may have come to have the last sequence: its beams
-    go on together or not at all.
+    The request that was admitted first is never suspended, though by its forks it may have come to have the last
+    sequence: beams go on together or not at all.
     """
-    first = next(iter(running.values())).request
+    first = min(running.values(), key=lambda each: each.turn).request
     if running[name].request != first or running[name].family is None:
         return name
-    others = [each for each, other in running.items() if other.request != first]
-    return others[-1] if others else ""
+    others = [(other.turn, i, each) for i, (each, other) in enumerate(running.items()) if other.request != first]
+    return max(others)[2] if others else ""

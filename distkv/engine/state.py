@@ -48,6 +48,8 @@ class Running:
     request: str = ""
     """The id of the request; that of the sequence is another one for all but one sequence of a request."""
     sample: int = 0
+    turn: int = 0
+    """In which order requests were admitted, the last time that each was."""
     family: Family | None = None
     """Of a sequence whose next token is chosen together with those of others: who chooses it."""
 
