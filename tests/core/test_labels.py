@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from distkv import (
     Config,
@@ -15,6 +16,7 @@ from distkv import (
     LabelConfig,
     MessageError,
     NoRoom,
+    PagedKV,
     PrefixCache,
     RequestError,
     Sequence,
@@ -446,3 +448,56 @@ def test_the_discount_of_a_protected_prefix() -> None:
     second.abort()
     cache.check()
     assert not ledger.protectors.any()
+
+
+def test_a_host_tier_without_memory_names_the_label() -> None:
+    with pytest.raises(ConfigError, match=r"labels\.cfg\.host_pages: asks for a host tier.*for label cfg"):
+        PrefixCache(config(full(host=4)), FINGERPRINT)
+    memory = PagedKV(torch.zeros(40, 2, 1), axes="page token dim")
+    with pytest.raises(ConfigError, match=r"labels\.cfg\.pages: is 30, but the engine's tensors have 40 pages"):
+        PrefixCache(config(full(30)), FINGERPRINT, kv={"cfg": memory})
+
+
+def test_the_plan_has_the_host_pages_of_labels(caplog: pytest.LogCaptureFixture) -> None:
+    memory = PagedKV(torch.zeros(40, 2, 1, dtype=torch.float32), axes="page token dim")
+    with caplog.at_level("INFO"):
+        cache = PrefixCache(config(full(host=6)), FINGERPRINT, kv={"cfg": memory})
+    assert "1 x 6 pages of other labels, 48 B" in caplog.text
+    cache.close()
+
+
+def test_bytes_go_to_the_host_of_a_label_and_back() -> None:
+    """With the real copy engine: what the pages hold is what they held."""
+    pools = {name: torch.zeros(12, 2, 1, dtype=torch.int32) for name in BOTH}
+    settings = config(full(12, host=20), pages=12, host=20)
+    cache = PrefixCache(settings, FINGERPRINT, kv={
+        name: PagedKV(pool, axes="page token dim") for name, pool in pools.items()})
+
+    def serve(name: str, tokens: list[int]) -> int:
+        cache.submit(request(cache, name, tokens, labels=BOTH))
+        for _ in range(200):
+            ready = cache.step().ready
+            if ready:
+                break
+            cache.wait_for_copies()
+        sequence, = ready
+        for label, pool in pools.items():
+            flat = pool.reshape(-1)
+            found = flat[torch.from_numpy(sequence.slots(0, sequence.cached_tokens, label))].tolist()
+            assert found == [token + len(label) for token in tokens[: sequence.cached_tokens]]
+        start = sequence.cached_tokens
+        sequence.open(len(tokens) - start)
+        cache.fence()
+        for label, pool in pools.items():
+            slots = torch.from_numpy(sequence.slots(start, len(tokens), label))
+            pool.reshape(-1)[slots] = torch.tensor(tokens[start:], dtype=torch.int32) + len(label)
+        sequence.commit(len(tokens) - start)
+        sequence.finish()
+        cache.check()
+        return start
+
+    assert serve("a", A[:20]) == serve("b", A[20:]) == 0
+    assert serve("c", [*A[:20], 1]) == 20
+    assert cache.stats().labels["cfg"].loads >= 8
+    assert cache.settle()
+    cache.close()

@@ -562,3 +562,12 @@ def test_pools_of_other_sizes_are_no_lockstep() -> None:
     configs = [config(sliding(pages, window=4), agreement="lockstep") for pages in (12, 13)]
     with pytest.raises(Exception, match=r"labels\.win\.pages \(equal in lockstep\)"):
         SimulatedGroup(configs, FINGERPRINT)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_last_page_with_known_next_tokens_is_hit(depth: int) -> None:
+    """Draft layers back off: the last full page may have no name, and the default allowance covers that."""
+    for end in range(20, 24):
+        ranks = Ranks(config(sliding(allowance=None), next_token_depth=depth))
+        ranks.serve("a", A[:end])
+        assert ranks.serve("b", [*A[:end], 1, 2]) == (end - depth) // 2 * 2
