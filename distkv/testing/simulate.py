@@ -13,12 +13,16 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from distkv.testing.schedules import run_schedule
+from distkv.testing.window_schedules import run_window_schedule
 
 _BATCH = 10
+Run = Callable[[int], "Counter[str]"]
+"""Runs the schedule of a seed and returns what happened in it."""
 
 
 @dataclass(slots=True)
@@ -35,30 +39,33 @@ class Report:
         return f"{self.schedules:,} schedules, {len(self.failures)} failed ({seen})"
 
 
-def run_seeds(first: int, stop: int) -> Report:
+def run_seeds(first: int, stop: int, run: Run = run_schedule) -> Report:
     """Runs the schedules of seeds ``first .. stop - 1``; a failure is noted and the rest goes on."""
     report = Report()
     for seed in range(first, stop):
         report.schedules += 1
         try:
-            report.counts += run_schedule(seed)
+            report.counts += run(seed)
         except Exception:  # noqa: BLE001  (a failure of any kind is what we look for)
             report.failures[seed] = traceback.format_exc()
     return report
 
 
-def _batch(first: int) -> Report:
-    return run_seeds(first, first + _BATCH)
+def _batch(first: int, run: Run) -> Report:
+    return run_seeds(first, first + _BATCH, run)
 
 
 def simulate(*, seconds: float, at_least: int, at_most: int | None = None, first_seed: int = 0,
-             workers: int | None = None, progress: bool = False) -> Report:
-    """As many schedules as fit into ``seconds``, at least ``at_least`` and at most ``at_most``, over all cores."""
+             workers: int | None = None, progress: bool = False, run: Run = run_schedule) -> Report:
+    """As many schedules as fit into ``seconds``, at least ``at_least`` and at most ``at_most``, over all cores.
+
+    ``run``: what runs the schedule of a seed.
+    """
     total, began, printed = Report(), time.monotonic(), 0.0
     workers = workers or os.cpu_count() or 1
     seeds = iter(range(first_seed, first_seed + at_most if at_most is not None else sys.maxsize, _BATCH))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(_batch, seed) for seed in itertools.islice(seeds, 2 * workers)}
+        running = {pool.submit(_batch, seed, run) for seed in itertools.islice(seeds, 2 * workers)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for report in (future.result() for future in done):
@@ -70,7 +77,7 @@ def simulate(*, seconds: float, at_least: int, at_most: int | None = None, first
                 printed = elapsed
                 print(f"{elapsed:6.0f} s  {total.schedules:,} schedules, {len(total.failures)} failed", flush=True)
             if not total.failures and (elapsed < seconds or total.schedules < at_least):
-                running |= {pool.submit(_batch, seed) for seed in itertools.islice(seeds, len(done))}
+                running |= {pool.submit(_batch, seed, run) for seed in itertools.islice(seeds, len(done))}
     return total
 
 
@@ -82,9 +89,11 @@ def main() -> int:
     parser.add_argument("--at-most", type=int, help="and at most so many")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument("--windows", action="store_true", help="groups with sliding, rolling and second labels")
     options = parser.parse_args()
     report = simulate(seconds=options.seconds, at_least=options.at_least, at_most=options.at_most,
-                      first_seed=options.first_seed, workers=options.workers, progress=True)
+                      first_seed=options.first_seed, workers=options.workers, progress=True,
+                      run=run_window_schedule if options.windows else run_schedule)
     print(report)
     for seed, text in sorted(report.failures.items()):
         print(f"\nseed {seed}:\n{text}")
