@@ -141,6 +141,9 @@ def paged_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if distkv.share is not None:
         q, k, v = distkv.share.enter(q, k, v)
+    if s_aux is not None and len(s_aux) != q.shape[1]:
+        raise ModelError(f"{type(module).__name__} has sinks of {len(s_aux)} heads, and this rank has {q.shape[1]} of "
+                         "them: they are not split; set parallel.tp and parallel.sp to 1")
     apart = distkv.apart if window is not None else None
     pool, slots = (distkv.pool, distkv.slots) if apart is None else (apart.pool, apart.slots)
     pool.write(layer, slots, k, v)

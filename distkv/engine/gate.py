@@ -6,6 +6,10 @@ took from cached pages are computed in just the chunks and batches in which thos
 then everything that the run computed itself, likewise. :func:`~distkv.engine.compare.compare` wants the same bits: the
 logits of every position that was sampled and the keys and values of every token, all by 64-bit hash.
 
+A hybrid model's pages of sliding layers may come from other batches than the pages of the same tokens in ``main``, and
+only the latter are followed. Where that counts (several requests in a batch, and no ``engine.batch_invariant``), the
+last bits of such a request may differ without a fault; ``distkv verify`` refuses to compare it.
+
 Why the same schedule: the bits of a matrix product depend on how many rows it has. Batch mates that are not under test
 take part as rows of the right number, so that each product has the size it had.
 """

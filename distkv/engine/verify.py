@@ -122,6 +122,10 @@ def _run(
 
 def _load(config: ServeConfig, ranks: Ranks, *, with_tokenizer: bool) -> tuple[Model, Any]:
     model = load_model(config.model, ranks.mesh, device=ranks.device, timeout_s=config.group.timeout_s)
+    if model.windows is not None and model.windows.apart and not config.engine.batch_invariant:
+        raise ConfigError("engine.batch_invariant", "is false, and this model has layers with a sliding window beside "
+                          "others: their cached pages may come from other batches than the pages of the same tokens in "
+                          "the first pool, so a run cannot be computed again batch by batch; set it to true")
     # The engine's may fail on one rank alone, and then the others would wait for it where caches are compared.
     model.pools(config)
     if ranks.rank or not with_tokenizer:

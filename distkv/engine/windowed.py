@@ -90,7 +90,7 @@ def label_of(config: ServeConfig, windows: Windows, context: int, *, any_schedul
         name=WINDOW, kind="sliding", pages=config.window_pages, host_pages=config.window_host_pages,
         window_tokens=windows.tokens, allowance_tokens=allowance, chunk_tokens=chunk,
     )  # fmt: skip
-    least = min(window_pages(windows.tokens + allowance + chunk, page), -(-context // page))
+    least = min(window_pages(windows.tokens + allowance + chunk, page), -(-context // page), config.pool.pages)
     if label.pages < least:
         raise ConfigError("window.pages", f"is {label.pages}, and one request takes up to {least}: the window of "
                                           f"{windows.tokens} tokens, {allowance} behind it (window.allowance_tokens) "
