@@ -112,6 +112,7 @@ class TierSchedule(Schedule):
             content.host_resets += 1
 
     def reset_in_flight(self) -> None:
+        self.ask_fork.clear()  # forks wait for the next step then, and others need not
         if self.rng.random() < 0.4:
             super().reset_in_flight()
         else:
