@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distkv.config import HostConfig, from_mapping
+from distkv.engine import verify
 from distkv.engine.config import ModelConfig, ServeConfig, WindowConfig
 from distkv.engine.engine import Engine
 from distkv.engine.invariant import enable
@@ -151,6 +152,26 @@ def test_the_plan_has_the_bytes_of_both_pools(hybrids: Folders) -> None:
     for wrong, text in ((replace(settings, window=WindowConfig(pages=3)), "window.pages"),
                         (hybrid.config(hybrids("gpt_oss"), tp=2), "model")):  # fmt: skip
         assert [problem.field for problem in problems(wrong, Machine()) if not problem.warning] == [text]
+
+
+def test_verify_compares_both_pools_where_the_bits_are_certain(
+    hybrids: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"""
+        model: {{source: {hybrids("gemma3-small")}, device: cpu}}
+        cache: {{page_size: 16, index_on: fill}}
+        pool: {{pages: 60}}
+        host: {{pages: 60, preemption_pages: 12}}
+        engine: {{batch_invariant: true, batch_tokens: 64, output_limit: 8, reserve_tokens: 4}}
+    """
+    path = tmp_path / "hybrid.yaml"
+    path.write_text(text)
+    assert verify.main([str(path), "--random", "--schedules", "2"]) == 0
+    assert "same bits: 3 runs (1 in order, 2 under random schedules)" in capsys.readouterr().out
+    path.write_text(text.replace("batch_invariant: true", "batch_invariant: false"))
+    assert verify.main([str(path), "--random"]) == 2
+    found = capsys.readouterr()
+    assert "engine.batch_invariant: is false, and this model has layers with a sliding window" in found.out + found.err
 
 
 def test_what_a_window_has_given_up_cannot_be_read(hybrids: Folders) -> None:
