@@ -240,10 +240,11 @@ def test_without_counting_live_pages_among_the_held_a_reservation_breaks() -> No
 
 def test_the_first_row_leaves_room_for_the_windows_behind_it() -> None:
     """Two long cached prompts come in one step, and the pool has not the room to hold all boundaries of both."""
-    ranks = Ranks(config(sliding(50, window=4, chunk=4), pages=200, index_on="fill"))
+    ranks = Ranks(config(sliding(40, window=4, chunk=4), pages=300, index_on="fill"))
     ranks.serve("a", A)
     ranks.serve("b", A[::-1])
-    ranks.step(("big", [5] * 70, 0), ("big2", [6] * 70, 0), ("big3", [8] * 70, 0), ("big4", [9] * 70, 0))
+    ranks.step(("big", [5] * 70, 0), ("big2", [6] * 70, 0), ("big3", [8] * 70, 0), ("big4", [9] * 70, 0),
+               ("big5", [4] * 70, 0))
     ready = ranks.step(("c", [*A, 1], 0), ("d", [*A[::-1], 1], 0)).ready
     assert [sequence.cached_tokens for sequence in ready] == [40, 40]
 
