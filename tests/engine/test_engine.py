@@ -172,13 +172,13 @@ def test_a_turn_hashes_its_new_tokens_alone(engine: Engine) -> None:
     tiny.conversation(engine, "c", [tiny.tokens(600, 1)])
     before = engine._work.chains.kept["c", None, None]
     hashed = []
-    original = before.namer.hash64
+    original = before.namer.naming.hash64
 
     def counting(data: Any, seed: int) -> int:
         hashed.append(len(data))
         return original(data, seed)
 
-    before.namer.hash64 = counting
+    before.namer.naming.hash64 = counting
     turn = np.concatenate([before.tokens, tiny.tokens(20, 2)])
     engine.generate([Prompt(tokens=turn, conversation="c", output_limit=1)])
     assert 1 <= len(hashed) <= 3

@@ -175,7 +175,7 @@ def test_pages_of_a_pass_in_flight_are_nobodys_until_it_has_landed(
     first, second = pages_in_flight(folders("llama", 4), monkeypatch)
     assert first.isdisjoint(second)
 
-    def release(self: Books, pages: np.ndarray, reserved: int) -> None:
+    def release(self: Books, pages: np.ndarray, reserved: int, *_: object) -> None:
         self.reserved -= reserved
         self.free(pages)
 
