@@ -7,7 +7,7 @@ are noticed by the next ballot.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -81,9 +81,11 @@ class Agreed:
         unknown = self.books.unknown_label(request.labels)
         if unknown is not None:
             self.books.note(Call.SUBMIT, tag_of(request.id), data=encode(*request.labels))
-            names = ", ".join(ledger.label for ledger in self.books.ledgers)
-            self._refuse(request.id, RequestError(request.id, f"there is no label {unknown!r} that a request may ask "
-                                                              f"for; the configuration has {names}"))
+            sliding = unknown in {ledger.label for ledger in self.books.ledgers}
+            names = ", ".join(ledger.label for ledger in self.books.ledgers if not ledger.grid)
+            self._refuse(request.id, RequestError(request.id, (
+                f"label {unknown!r} is a sliding one, which comes with main; leave it out of labels" if sliding else
+                f"there is no label {unknown!r} that a request may ask for; it may ask for {names}")))
             return None
         pending = self._pending(request, request.chain)
         pending.note(self.books)
@@ -112,16 +114,18 @@ class Agreed:
         if not names or parent.forking:
             raise SequenceError(f"sequence {parent.id!r} cannot be forked: "
                                 + ("it waits for another fork" if parent.forking else "there is no child to make"))
+        taken = self._taken
         for name in names:
-            if name in self._taken or names.count(name) > 1:
+            if name in taken:
                 raise DuplicateRequest(name)
+            taken.add(name)
         what = f"forking sequence {parent.id!r} into {len(names)}"
         growth = Growth(parent, self._needs(fork.needs), fork=fork)
         if wait:
             asked = self.preemption.asked_by(parent)  # which is served before
             self._must_ever_fit({pages.ledger.label: pages.promised + pages.growth(asked)
                                  + fork.needs[pages.ledger.label] for pages in parent.lists}, what)
-        later = wait and (self.preemption.growing or self._short(growth.needs) > 0)
+        later = bool(wait and (self.preemption.growing or self._short(growth.needs) > 0))
         if not later:
             self._must_fit(growth.needs, what)
         # Whether a ballot is in flight: children run from now on, ahead of what it admits.
@@ -142,8 +146,8 @@ class Agreed:
         return children
 
     @property
-    def _taken(self) -> Set[str]:
-        """Names that no new request or fork may have."""
+    def _taken(self) -> set[str]:
+        """Names that no new request or fork may have; a new set."""
         return {*self.queue.ids, *self.running, *self.kept, *self.preemption.suspended, *self.preemption.names}
 
     def forget_waiting(self) -> None:
@@ -206,10 +210,12 @@ class Agreed:
 
     def _must_fit(self, needs: tuple[int, ...], what: str) -> None:
         """Raises NoRoom if the leftover is smaller."""
-        short = self._short(needs)
+        short, label = max((need - left, ledger.label) for need, left, ledger
+                           in zip(needs, self.leftovers, self.books.ledgers, strict=True))
         if short > 0:
             ended = self.books.retiring_sequences
-            raise NoRoom(short, what + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
+            raise NoRoom(short, what + (f" in label {label!r}" if label != MAIN else "")
+                         + (f" (pages of {ended} ended one(s) wait for retired)" if ended else ""))
 
     def _must_ever_fit(self, promised: Mapping[str, int], what: str) -> None:
         """Raises NoRoom for what the smallest pool of the group cannot hold, even if nothing else were in it."""

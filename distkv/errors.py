@@ -341,7 +341,7 @@ class GroupDivergence(GroupError):
                 "lose a page") if lockstep else ""
         super().__init__(
             f"step {step}: the ranks' histories differ (seen on rank {rank}): since the last {since} the ranks were "
-            "not given the same requests, appends, commits, finishes, aborts or bumps in the same order. Every "
+            "not given the same requests, appends, commits, forks, finishes, aborts or bumps in the same order. Every "
             f"call that changes the cache has to come from one ordered message that all ranks apply{more}"
             + (f". Compare this rank's last calls with another's, [digest] by [digest]: {calls}" if calls else ""),
             rank=rank,

@@ -21,6 +21,9 @@ from distkv.sequence import Lifecycle, Sequence
 
 __all__ = ["Branch", "Fork", "data_of", "default_branches"]
 
+MAX_CHILDREN = 1 << 16
+"""Of a fork that says how many: more is a mistake, and would fill the memory with names before room is asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
@@ -125,7 +128,12 @@ def _request(parent: Sequence, branch: object) -> Request:
 
 
 def default_branches(parent: Sequence, n: int, taken: Iterable[str]) -> tuple[Branch, ...]:
-    """``n`` children with names of their own, ``parent/1`` and so on, and the parent's limit."""
+    """``n`` children with names of their own, ``parent/1`` and so on, and the parent's limit.
+
+    Raises RequestError for more than ``MAX_CHILDREN``.
+    """
+    if n > MAX_CHILDREN:
+        raise RequestError(parent.id, f"a fork makes at most {MAX_CHILDREN} children, not {n}")
     names: list[str] = []
     number, known = 1, set(taken)
     while len(names) < n:

@@ -76,7 +76,7 @@ def build(batch: Iterable[tuple[Sequence, int]], *, running: Mapping[str, Sequen
                          "**arrays), and None makes new arrays", "out")
     pages, lengths, new, gone = _rows(batch, running, label, page_size)
     real = len(pages)
-    padded = _padding(real, scratch, pad_to)
+    padded = _padding(real, scratch, pad_to, label)
     if padded:
         pages += list((np.arange(padded, dtype=np.int32) % scratch)[:, None])
         lengths += [1] * padded
@@ -133,7 +133,7 @@ def _rows(batch: Iterable[tuple[Sequence, int]], running: Mapping[str, Sequence]
     return pages, lengths, new, gone
 
 
-def _padding(real: int, scratch: int, pad_to: int | None) -> int:
+def _padding(real: int, scratch: int, pad_to: int | None, label: str) -> int:
     """How many rows of padding a batch of ``real`` rows gets. Raises TableError."""
     if pad_to is None:
         return 0
@@ -144,8 +144,9 @@ def _padding(real: int, scratch: int, pad_to: int | None) -> int:
         raise TableError(f"a batch of {real} rows cannot be padded to {pad_to}; pad it to at least its own size",
                          "pad_to", real, pad_to)
     if padded and not scratch:
-        raise TableError("padded rows need a page that no sequence has, and there is none; set pool.scratch_pages to "
-                         "1 or more", "scratch_pages", 1, 0)
+        section = "pool" if label == MAIN else f"labels.{label}"
+        raise TableError("padded rows need a page that no sequence has, and there is none; set "
+                         f"{section}.scratch_pages to 1 or more", "scratch_pages", 1, 0)
     return padded
 
 

@@ -30,8 +30,8 @@ from tests.core.helpers import FINGERPRINT, admit, prefill
 
 
 @pytest.mark.parametrize(("branches", "error"), [
-    (0, SequenceError), (-1, SequenceError), ((), SequenceError), (True, RequestError), (1.5, RequestError),
-    (None, RequestError), ("ab", RequestError), ((Branch(id="p"),), DuplicateRequest),
+    (0, SequenceError), (-1, SequenceError), (10**12, RequestError), ((), SequenceError), (True, RequestError),
+    (1.5, RequestError), (None, RequestError), ("ab", RequestError), ((Branch(id="p"),), DuplicateRequest),
     ((Branch(id="a"), Branch(id="a")), DuplicateRequest), ((Branch(id="w"),), DuplicateRequest),
     ((Branch(id=5),), RequestError), ((Branch(id="a", output_limit=-1),), RequestError),  # type: ignore[arg-type]
     ((Branch(id="a", suffix=["x"]),), KeyNamingError),

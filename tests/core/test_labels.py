@@ -21,6 +21,7 @@ from distkv import (
     RequestError,
     Sequence,
     SequenceError,
+    TableError,
 )
 from distkv.config import from_mapping
 from distkv.errors import InvariantError, RequestTooLarge
@@ -122,8 +123,8 @@ def test_what_is_refused_names_its_label() -> None:
     cache = solo(full(4), sliding())
     for labels, limit, error, text in (
         (BOTH, 9, RequestTooLarge, r"needs 5 pages of label 'cfg'"),
-        (("main", "nowhere"), 0, RequestError, r"there is no label 'nowhere' .*the configuration has main, cfg, win"),
-        (("main", "win"), 0, RequestError, r"there is no label 'win'"),
+        (("main", "nowhere"), 0, RequestError, r"there is no label 'nowhere' .*may ask for main, cfg$"),
+        (("main", "win"), 0, RequestError, r"label 'win' is a sliding one, which comes with main"),
     ):
         cache.submit(request(cache, "a", [1], limit, labels=labels))
         refused, = cache.step().refused
@@ -132,6 +133,8 @@ def test_what_is_refused_names_its_label() -> None:
             raise refused.error
     with pytest.raises(MessageError, match="there is no label 'nowhere'; the configuration has main, cfg, win"):
         cache.tables([], label="nowhere")
+    with pytest.raises(TableError, match=r"set labels\.cfg\.scratch_pages to"):
+        cache.tables([], label="cfg", pad_to=1)
     for labels, text in (((), "at least one"), (["main"], "must be a tuple"), (("main", "main"), "names one twice"),
                          ((1,), "must be a tuple")):
         with pytest.raises(RequestError, match=text):
@@ -145,7 +148,7 @@ def test_growth_and_suspension_in_two_labels() -> None:
     sequence = grown(cache, admit(cache, "a", A[:12], 4, labels=BOTH), 14)
     assert cache.grow(sequence, 2)
     assert [pages.reserved for pages in sequence.lists] == [3, 3]
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoRoom, match="in label 'cfg': "):
         cache.grow(sequence, 3)
     cache.check()
     sequence.suspend()
