@@ -61,7 +61,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run. ``known`` has the request that an id of ``arrivals`` repeats; the others are strangers."""
+    """One run. ``known`` has the request that an id of ``arrivals`` repeats; the others are strangers.
+
+    Some are asked for several samples, greedy ones: each fork is to have the bits of the one request.
+    """
 
     config: ServeConfig
     arrivals: tuple[Arrival, ...]
@@ -94,12 +97,13 @@ def random_trial(
     *,
     within_pages: bool,
     pressed: bool = False,
+    forks: bool = True,
 ) -> Trial:
     """All ``references`` in random order, some twice, among strangers, of which some begin like one of them.
 
-    Some are suspended on the way. ``pressed``: with the smallest pool that can run them all, one at a time.
-    ``random`` goes on in the trial's scheduler: every rank needs one of its own, in the same state. ``within_pages``:
-    no piece goes across the end of a page, as the gate wants it.
+    Some are suspended on the way, and with ``forks`` some are forked. ``pressed``: with the smallest pool that can run
+    them all, one at a time. ``random`` goes on in the trial's scheduler: every rank needs one of its own, in the same
+    state. ``within_pages``: no piece goes across the end of a page, as the gate wants it.
     """
     size = config.cache.page_size
     longest = max(len(r.tokens) for r in references)
@@ -128,7 +132,24 @@ def random_trial(
     least = min(max(1, longest // 24), most)
     chunk = max(1, int(np.exp(random.uniform(np.log(least), np.log(most + 1)))))
     scheduler = Fuzzed(random, most, min(chunk, size) if within_pages else chunk, size if within_pages else None)
-    return Trial(_varied(config, longest, random, pressed=pressed), tuple(arrivals), known, scheduler)
+    varied = _varied(config, longest, random, pressed=pressed)
+    forked = _forked(arrivals, known, varied, random.spawn(1)[0]) if forks else tuple(arrivals)
+    return Trial(varied, forked, known, scheduler)
+
+
+def _forked(
+    arrivals: Sequence[Arrival], known: dict[str, str], config: ServeConfig, random: np.random.Generator
+) -> tuple[Arrival, ...]:
+    """Some of the known requests wanted two or three times, as far as the pool has place for them."""
+    size, usable, out = config.cache.page_size, config.pool.pages - config.pool.scratch_pages, []
+    for arrival in arrivals:
+        prompt = arrival.prompt
+        each = -(-(len(prompt.tokens) + (prompt.output_limit or 0) + config.cache.lookahead_tokens) // size)
+        n = int(random.integers(2, 4)) if prompt.id in known and random.random() < 0.4 else 1
+        if each + (n - 1) * (each - len(prompt.tokens) // size) > usable:
+            n = 1
+        out.append(replace(arrival, prompt=replace(prompt, n=n)))
+    return tuple(out)
 
 
 def _again(reference: RecordedRequest, name: str, *, write: bool = True) -> Prompt:

@@ -56,6 +56,7 @@ class _Counts:
     checked_pages: int = 0
     host_tokens: int = 0
     suspended: int = 0
+    forked: int = 0
     host_pages: int = 0
 
 
@@ -138,9 +139,12 @@ class Verification:
             engine.close()
         self._counts.host_tokens += stats.host_tokens
         self._counts.suspended += stats.suspended
+        self._counts.forked += stats.forked
         tiers = [f"{stats.host_tokens} of them from the host"] * bool(stats.host_tokens)
         if stats.suspended:
             tiers.append(f"{counted(stats.suspended, 'suspension')}")
+        if stats.forked:
+            tiers.append(f"{counted(stats.forked, 'fork')}")
         what = f"run {number}, seed {seed} ({trial.text})"
         self._take(what, report, pages, tiers)
 
@@ -149,14 +153,18 @@ class Verification:
         if number == 0:
             return in_order(self._config, references)
         random = np.random.default_rng([seed, number])
+        # in a second pool, of layers with a window, there might be no place for forks
+        forks = self._model.windows is None or not self._model.windows.apart
         return random_trial(self._config, references, random, self._model.vocab_size, within_pages=not self._invariant,
-                            pressed=number == 1 and self._config.host.configured)
+                            pressed=number == 1 and self._config.host.configured, forks=forks)
 
     def _compared(self, engine: Engine, trial: Trial) -> GateReport:
         recording = engine.recording
         assert recording is not None
         expected: Mapping[str, Recorded]
-        parts = {part: original for name, original in trial.known.items() for part in recording.parts(name)}
+        # a sample is named as its request, with a number behind it; the names of requests have none
+        parts = {part: original for name, original in trial.known.items() for each in (name, f"{name}/1", f"{name}/2")
+                 for part in recording.parts(each)}  # fmt: skip
         if self._invariant:
             expected = {part: expected_of(recording.requests[part], self._references[it]) for part, it in parts.items()}
         else:
@@ -236,6 +244,8 @@ class Verification:
             f"{counted(counts.rows, 'row')} of logits and {counted(counts.pages, 'page')} compared and "
             f"{counted(counts.checked_pages, 'cached page')} computed again on {_each(self._ranks.size)}"
         )
+        if counts.forked:
+            self._out.line(f"of these, {counted(counts.forked, 'sequence')} went on from another one's pages, as forks")
         if self._config.host.configured or counts.suspended:
             self._out.line(
                 f"of these, {counted(counts.host_tokens, 'token')} came back from the host, requests went on after "
