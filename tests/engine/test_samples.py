@@ -167,7 +167,7 @@ def check_runs(ranks: list[dict[str, dict[str, Any]]], runs: int) -> None:
             assert run["collectives"] > 0 or len(ranks) == 1
 
 
-@pytest.mark.parametrize(("kind", "modes"), [("llama", ("plain", "overlap", "asynchronous")), ("qwen3", ("plain",))])
+@pytest.mark.parametrize(("kind", "modes"), [("llama", ("plain", "asynchronous")), ("qwen3", ("plain",))])
 def test_samples_have_the_tokens_and_bits_of_requests_of_their_own(
     folders: Folders, kind: str, modes: tuple[str, ...]
 ) -> None:
