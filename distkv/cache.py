@@ -124,6 +124,8 @@ class PrefixCache(LocalCalls, Guarding):
 
     def bump(self, weights_version: str) -> None:
         """New weights: what was computed before is never used again. Running sequences finish and do not store."""
+        if not isinstance(weights_version, str):
+            raise MessageError(f"bump takes the version of the new weights, a str, not {weights_version!r}")
         self._agreement.next_epoch(weights_version)
 
     def reset(self, scope: Scope = "all", running: Literal["finish", "abort"] = "finish") -> ResetResult:

@@ -403,6 +403,8 @@ def test_a_reset_of_one_tier() -> None:
         Message(reset="disk")  # type: ignore[arg-type]
     with pytest.raises(MessageError, match="scope is all, device or host"):
         tiers.cache.reset("disk")  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match="bump takes the version of the new weights, a str, not 2"):
+        tiers.cache.bump(2)  # type: ignore[arg-type]
 
 
 def test_a_bump_makes_both_tiers_unreachable_at_once() -> None:
