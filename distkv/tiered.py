@@ -79,12 +79,13 @@ class TieredIndex(PrefixIndex):
         return m
 
     def _adopt(self, chain: KeyChain, pages: Ids, found: Match) -> int:
-        """The caller computed pages that the index has on the host alone: it takes these, and the host's as backups."""
+        """The caller computed pages that the index has on the host alone: it takes these, and lets the host's go."""
         first = self.on_device(found)
         for position in range(first, len(found)):
             host = int(found.pages[position]) - self.base
             if not self.promote(int(pages[position]), host):
                 return position
+            self._drop_backup(host)  # computed in another batch: an entry has one set of bits
         found.pages = np.concatenate([found.pages[:first], positions(pages[first : len(found)])])
         return len(found)
 

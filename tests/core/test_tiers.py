@@ -316,6 +316,8 @@ def test_a_page_that_was_computed_again_is_on_the_device_again() -> None:
     assert tiers.serve("4", A, read=False) == 0
     after = books.match(tiers.cache.chain(A), 4)
     assert (len(after), books.on_device(after), tiers.cache.stats().loads) == (4, 4, 0)
+    assert books.tiered is not None
+    assert (books.tiered._backup[after.pages] == -1).all(), "bits of another batch are no copy of them"
 
 
 def test_slow_loads_are_not_made() -> None:
