@@ -48,6 +48,8 @@ class CachedPrefix(NamedTuple):
     """Device pages, int32, in chain order; -1: it is on the host alone. Other prefixes may share the leading ones."""
     adapter: Adapter | None
     salt: str | None
+    keys: tuple[int, ...] = ()
+    """Names of the pages, in the same order."""
     hosts: Ids = NO_PAGES
     """Host pages, int32, in the same order; -1: the host has none. Empty if nobody asked for them."""
 
@@ -206,13 +208,15 @@ class Entries:
             if leaf is None or (leaf.children if hosts else leaf.warm or not leaf.resident):
                 continue
             used = len(leaf) if hosts else leaf.resident
-            parts = [leaf.tokens[: used * self.page_bytes]]
+            parts, keys = [leaf.tokens[: used * self.page_bytes]], [leaf.keys[:used]]
             above = leaf.parent
             while isinstance(above, Run):
                 parts.append(above.tokens)
+                keys.append(above.keys)
                 above = above.parent
             tokens = np.frombuffer(b"".join(reversed(parts)), "<i4").astype(np.int32)
-            yield CachedPrefix(tokens, path_to(leaf, used), above.adapter, above.salt)
+            yield CachedPrefix(tokens, path_to(leaf, used), above.adapter, above.salt,
+                               tuple(key for part in reversed(keys) for key in part))
 
     def check(self) -> list[Run]:
         """Indexed = reachable, keys and pages agree both ways, parents and children agree. Returns all runs."""

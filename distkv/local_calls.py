@@ -77,8 +77,7 @@ class LocalCalls:
         ledger = self._ledger(label)
         if not isinstance(ledger, SlidingLedger):
             raise MessageError(f"label {label!r} has no pages of its own for a prefix: it is no sliding one")
-        chain = self._books.namer.chain(prefix.tokens, adapter=prefix.adapter, salt=prefix.salt)
-        places, base = ledger.windows.places(self._books.renamed(chain).keys), ledger.pool.total
+        places, base = ledger.windows.places(prefix.keys), ledger.pool.total
         return (np.where(places < base, places, -1).astype(np.int32),
                 np.where(places >= base, places - base, -1).astype(np.int32))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distkv import Branch, NoRoom, PrefixCache, SequenceError
+from distkv import Branch, NoRoom, PrefixCache, SequenceError, Span
 from distkv.errors import RequestTooLarge
 from distkv.testing.group import SimulatedGroup
 from tests.core.helpers import FINGERPRINT, admit, request
@@ -572,3 +572,18 @@ def test_the_last_page_with_known_next_tokens_is_hit(depth: int) -> None:
         ranks = Ranks(config(sliding(allowance=None), next_token_depth=depth))
         ranks.serve("a", A[:end])
         assert ranks.serve("b", [*A[:end], 1, 2]) == (end - depth) // 2 * 2
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_where_the_pages_of_a_cached_prefix_are(depth: int) -> None:
+    """Also of one whose pages are not named by its tokens alone: by a media item, by the tokens behind it."""
+    cache = PrefixCache(config(sliding(window=6), next_token_depth=depth), FINGERPRINT)
+    sequence = admit(cache, "a", A[:9], spans=[Span(start=1, length=2, digest=b"an image's bytes")])
+    grown(cache, sequence, 9)
+    sequence.finish()
+    (prefix,) = cache.cached_prefixes()
+    device, host = cache.window_pages(prefix, "win")
+    there = device >= 0
+    assert there.tolist() == [False, False, True, True]
+    assert device[there].tolist() == cache._books.ledgers[1].pool.cached().nonzero()[0].tolist()
+    assert (host < 0).all()
