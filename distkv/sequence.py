@@ -52,9 +52,10 @@ class Sequence(RollingCalls):
         for pages in self.lists:
             if filled - pages.owned > pages.reserved:
                 raise self._too_many(n, pages, filled - pages.owned)
-        for pages in self.lists:
+        for pages in self.lists:  # before anything is opened: copying is what may fail here
             if pages.tail >= 0:
                 pages.own_tail()
+        for pages in self.lists:
             if filled > pages.owned:
                 pages.take(filled)
             pages.filled = filled

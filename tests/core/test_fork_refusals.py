@@ -143,3 +143,29 @@ def test_while_a_fork_waits_its_parent_gives_nothing_up() -> None:
     for call in (parent.release_oldest, parent.protect_prefix):
         with pytest.raises(SequenceError, match="waits for its fork"):
             call(4)
+
+
+def test_a_copy_that_fails_in_one_label_opens_nothing_in_any() -> None:
+    broken = ["s"]
+
+    def copy_page(label: str, source: int, target: int) -> None:
+        if label in broken:
+            raise RuntimeError("no copy")
+
+    cache = PrefixCache(Config(cache=CacheConfig(page_size=2), pool=PoolConfig(pages=20),
+                               labels=(LabelConfig(name="s", pages=20),)), FINGERPRINT, copy_page=copy_page)
+    parent = prefill(admit(cache, "p", range(3), output_limit=8, labels=("main", "s")))
+    (child,) = parent.fork()
+    with pytest.raises(RuntimeError, match="no copy"):
+        child.open(5)
+    cache.check()
+    assert child.seq_len == 3
+    assert [len(pages.table) for pages in child.lists] == [2, 2]
+    broken.clear()
+    child.append([7])
+    child.open(1)
+    assert [cache.tables([(child, 1)], label=label).last_page_len.tolist() for label in ("main", "s")] == [[2], [2]]
+    child.abort()
+    parent.finish()
+    cache.check()
+    assert [ledger.pool.live for ledger in cache._books.ledgers] == [0, 0]
