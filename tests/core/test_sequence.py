@@ -514,7 +514,7 @@ def test_close_after_an_error_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) 
     half, other = prefill(admit(cache, "half", range(5))), admit(cache, "other", range(5, 9))
     planted = InvariantError("planted")
 
-    def release(_pages: object, _reserved: int, _ledger: object) -> None:
+    def release(*_given: object) -> None:
         raise planted
 
     monkeypatch.setattr(cache._books, "release", release)
