@@ -181,6 +181,8 @@ class Agreed:
 
         Without ``wait`` it raises NoRoom instead, with nothing reserved; with it, only for what no pool can hold.
         """
+        if not isinstance(sequence, Sequence) or sequence._owner is not self:  # its pages are of another pool
+            raise SequenceError(f"grow takes a sequence of this cache, not {sequence!r}")
         sequence._must_run("grow", pages)
         if pages < 0:
             raise SequenceError(f"cannot grow sequence {sequence.id!r} by {pages} pages")

@@ -405,7 +405,11 @@ def test_growth_comes_out_of_the_leftover() -> None:
         cache.grow(sequence, -1)
     with pytest.raises(NoRoom):
         cache.grow(sequence, 2**80)
-    assert snapshot(cache, sequence) == before
+    other = solo(pages=8)
+    (foreign,) = other.step(Message(requests=(request(other, "1", LONG[:4], 2),))).ready
+    with pytest.raises(SequenceError, match="grow takes a sequence of this cache"):
+        cache.grow(foreign, 1)
+    assert foreign.reserved == 3 and snapshot(cache, sequence) == before
     prefill(sequence)
     sequence.append(range(8))
     sequence.open(8)
