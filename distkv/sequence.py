@@ -50,7 +50,7 @@ class Sequence(RollingCalls):
         end = self._opened + n
         filled = -(-end // self._books.page_size)
         for pages in self.lists:
-            if filled - pages.owned > pages.reserved:
+            if filled - pages.owned > pages.reserved or filled > pages.total:  # a window has pages left at its end
                 raise self._too_many(n, pages, filled - pages.owned)
         for pages in self.lists:  # before anything is opened: copying is what may fail here
             if pages.tail >= 0:
@@ -64,11 +64,12 @@ class Sequence(RollingCalls):
         return self.slots(start, end)
 
     def _too_many(self, n: int, pages: PageList, more: int) -> SequenceError:
+        to_end = pages.total - pages.owned
         text = (f"sequence {self.id!r} cannot open {n} tokens behind {self._opened}: that needs {more} more page(s), "
-                f"and {pages.reserved} are reserved")
+                f"and {min(pages.reserved, to_end)} are reserved")
         lookahead = self._books.lookahead_tokens
         ahead = f" + lookahead {lookahead}" if lookahead else ""
-        if not pages.ledger.windowed:
+        if more > to_end or not pages.ledger.windowed:
             return SequenceError(f"{text} (prompt {self.prompt_tokens} + limit {self.request.output_limit}{ahead})")
         waiting = f" ({pages.retiring} more when their passes have retired)" if pages.retiring else ""
         return SequenceError(f"{text} of label {pages.ledger.label!r}{waiting}; {pages.ledger.remedy}")

@@ -351,6 +351,24 @@ def test_as_much_as_the_window_cannot_be_protected() -> None:
         grown(cache, sequence, 2, 2)
 
 
+def test_a_request_of_a_rolling_label_alone_ends_at_its_limit() -> None:
+    """Its window has pages left there, which are no more tokens."""
+    cache = solo(rolling(window=8))
+    sequence = admit(cache, "r", A[:8], 3, labels=("roll",))
+    for _ in range(3):
+        grown(cache, sequence, 4)
+        sequence.release_oldest(4)
+    assert sequence.pages_of("roll").reserved > 0
+    with pytest.raises(SequenceError, match=r"1 more page.*0 are reserved \(prompt 8 \+ limit 3\)"):
+        sequence.open(1)
+    cache.check()
+    assert cache.grow(sequence, 1)
+    grown(cache, sequence, 2)
+    sequence.finish()
+    cache.check()
+    assert cache._books.ledgers[1].pool.live == 0
+
+
 def test_less_than_a_page_counts_with_the_next_call() -> None:
     cache = solo(rolling(window=12))
     sequence = grown(cache, admit(cache, "a", A[:10], 10, labels=ROLL), 10)
