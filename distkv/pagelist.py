@@ -25,18 +25,23 @@ class PageList:
     tokens fill, ``owned`` also counts what truncated tokens have left behind them, for the next ones.
     """
 
-    __slots__ = ("filled", "first", "ledger", "owned", "pages", "protected", "reserved", "retiring", "stored", "tail")
+    __slots__ = ("filled", "first", "ledger", "owned", "pages", "protected", "reserved", "retiring", "stored", "tail",
+                 "total")
 
     def __init__(self, ledger: Ledger, total: int, matched: Ids, *, first: int = 0, protected: int = 0) -> None:
         """Takes over one owner count of each ``matched`` page, the first of which is at position ``first``, and what
         is still promised of a sequence of ``total`` pages."""
         self.ledger = ledger
-        self.pages: Pages = np.empty(total, np.int32)
+        promised = ledger.promised_for(total)
+        self.total = total
+        """Pages that the sequence may come to in all, given up ones included."""
+        self.pages: Pages = np.empty(max(promised, first + len(matched)), np.int32)
+        """By position, as far as there is room for them: :meth:`take` makes more in a label with a window."""
         self.first = first
         self.protected = protected
         self.filled = self.owned = end = first + len(matched)
         self.pages[first:end] = matched
-        self.reserved = ledger.promised_for(total) - len(matched)
+        self.reserved = promised - len(matched)
         """Pages promised and not opened yet."""
         self.retiring = 0
         """Pages that were given up and come back as a reservation when the passes that use them have retired."""
@@ -44,11 +49,6 @@ class PageList:
         """So many leading pages were in the index when they were offered last."""
         self.tail = -1
         """Position of a page that was shared, partly filled, and not written since."""
-
-    @property
-    def total(self) -> int:
-        """Pages that the sequence may come to in all, given up ones included."""
-        return len(self.pages)
 
     @property
     def promised(self) -> int:
@@ -80,6 +80,8 @@ class PageList:
     def take(self, end: int) -> None:
         """It owns pages up to position ``end`` afterwards, which it does not yet, out of its reservation."""
         more = end - self.owned
+        if end > len(self.pages):  # twice as many, so that a long sequence does not copy them each time
+            self.pages = np.concatenate([self.pages, np.empty(min(self.total, 2 * end) - len(self.pages), np.int32)])
         self.pages[self.owned : end] = self.ledger.take(more)
         self.owned = end
         self.reserved -= more
@@ -140,7 +142,7 @@ class PageList:
     def grow(self, pages: int) -> None:
         """So many more positions; what has to be promised for them is reserved."""
         before = self.ledger.promised_for(self.total)
-        self.pages = np.concatenate([self.pages, np.empty(pages, np.int32)])
+        self.total += pages
         more = self.ledger.promised_for(self.total) - before
         self.reserved += more
         self.ledger.promise(more)

@@ -28,7 +28,7 @@ from distkv.errors import InvariantError, RequestTooLarge
 from distkv.testing.group import SimulatedGroup
 from distkv.windows import RollingLedger, WindowedLedger
 from tests.core.helpers import FINGERPRINT, admit, request
-from tests.core.label_caches import Ranks, config, full, grown, rolling, sliding
+from tests.core.label_caches import SIZE, Ranks, config, full, grown, rolling, sliding
 from tests.simulation import window_rules_off as off
 
 A = list(range(100, 140))
@@ -367,6 +367,21 @@ def test_a_request_of_a_rolling_label_alone_ends_at_its_limit() -> None:
     sequence.finish()
     cache.check()
     assert cache._books.ledgers[1].pool.live == 0
+
+
+def test_a_rolling_label_alone_has_no_largest_limit() -> None:
+    """Neither the pool nor the page table is larger for it."""
+    cache = solo(rolling(window=8))
+    sequence = admit(cache, "r", A[:8], 1 << 62, labels=("roll",))
+    assert cache.grow(sequence, 1 << 62)
+    for _ in range(60):
+        grown(cache, sequence, 4)
+        last = int(sequence.pages_of("roll").table[-1])
+        assert sequence.slots(sequence.committed - 1, sequence.committed).tolist() == [SIZE * last + 1]
+        sequence.release_oldest(4)
+    assert len(sequence.pages_of("roll").pages) < 256
+    sequence.finish()
+    cache.check()
 
 
 def test_less_than_a_page_counts_with_the_next_call() -> None:
