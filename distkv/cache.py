@@ -19,6 +19,7 @@ from distkv.guarding import Guarding
 from distkv.host.copies import CopyEngine
 from distkv.host.kv import PagedKV
 from distkv.host.opening import ask_of, check_memory, open_on_all, open_tiers
+from distkv.host.tier import close_all
 from distkv.keys import Adapter, Fingerprint, Hash64, Span
 from distkv.labels import by_label
 from distkv.ledger import MAIN, CopyPage
@@ -77,8 +78,7 @@ class PrefixCache(LocalCalls, Guarding):
                                 others=labels.ledgers(config, pools, tiers, kvs, copy_page),
                                 lookahead_tokens=cache.lookahead_tokens)
         except BaseException:
-            for tier in tiers.values():
-                tier.close()
+            close_all(tiers.values())
             raise
         windowed = any(ledger.grid for ledger in self._books.ledgers)
         slots = Slots(cache.queue_slots, config.host.loading_slots, len(pools),
@@ -253,9 +253,7 @@ class PrefixCache(LocalCalls, Guarding):
         except DistKVError as error:
             first = first or error
         finally:  # whatever the books have come to, threads and memory end here
-            for ledger in self._books.ledgers:
-                if ledger.tier is not None:
-                    ledger.tier.close()
+            close_all(self._tiers)
         was_broken = self._broken is not None
         self._break(SequenceError("the cache was closed"))
         if self._group.cache is not None and self._group.cache() is self:

@@ -40,7 +40,10 @@ class LocalCalls:
     # ---- looking
 
     def peek(self, chain: KeyChain) -> int:
-        """How many pages a request with this prompt would match on this rank now, in both tiers. Changes nothing."""
+        """How many pages of ``main`` a request with this prompt would match on this rank now, in both tiers.
+
+        Its other labels may have fewer. Changes nothing.
+        """
         limit = max(0, len(chain) - 1) // self._books.page_size
         return len(self._books.match(self._books.renamed(chain), limit))
 

@@ -49,9 +49,8 @@ def prefetch(queue: Sequence[Pending], books: Books) -> None:
 
 def _load(match: Match, first: int, most: int, books: Books) -> int:
     """Loads what the match has behind its first pages, up to ``most`` of them. Returns how many loads that are."""
-    assert books.tiered is not None
     assert books.tier is not None
-    fresh = [h for h in books.tiered.hosts_of(match.pages[first:]) if h not in books.tier.prefetches][:most]
+    fresh = [h for h in books.hosts_of(match.pages[first:]) if h not in books.tier.prefetches][:most]
     if not fresh or not books.worth_loading(len(fresh)):
         return 0
     hosts = books.read(match.pages[first:])  # making place must not take them

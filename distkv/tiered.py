@@ -65,10 +65,6 @@ class TieredIndex(PrefixIndex):
             hosts = np.where(on_device, self._backup[pages], found.pages - self.base)
             yield found._replace(pages=pages.astype(np.int32), hosts=hosts.astype(np.int32))
 
-    def hosts_of(self, places: Ids) -> list[int]:
-        """Host pages of places that are on the host alone."""
-        return (positions(places) - self.base).tolist()  # type: ignore[no-any-return]
-
     # ---- storing
 
     def _append(self, chain: KeyChain, pages: Ids, found: Match) -> int:

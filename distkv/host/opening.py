@@ -14,7 +14,7 @@ from distkv.host.budget import HostAsk
 from distkv.host.copies import CopyEngine
 from distkv.host.kv import PagedKV
 from distkv.host.pages import HostPages
-from distkv.host.tier import HostTier
+from distkv.host.tier import HostTier, close_all
 from distkv.ledger import MAIN
 from distkv.memory import host_memory
 from distkv.pages import PagePool
@@ -92,8 +92,7 @@ def open_on_all(group: Group, start: Start, open_here: Callable[[], dict[str, Ho
                 raise HostMemoryError(f"rank {rank} has no host tier, so no rank starts: {text.decode()}", asked=0,
                                       got=0)
     except BaseException:  # the exchange itself may fail
-        for tier in tiers.values():
-            tier.close()
+        close_all(tiers.values())
         raise
     return tiers
 
@@ -113,8 +112,7 @@ def open_tiers(config: Config, start: Start, pools: Mapping[str, PagePool], kvs:
                 tiers[name] = _open_tier(config, pages, kept, pools[name], kvs.get(name), copies.get(name),
                                          write_ahead=name == MAIN and config.host.write_policy == "finish")
     except BaseException:
-        for tier in tiers.values():
-            tier.close()
+        close_all(tiers.values())
         raise
     return tiers
 

@@ -8,6 +8,7 @@ that leave one by one go in few large copies. No decision waits for a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from distkv.host.copies import Copy, CopyEngine, CopyState, Kind
 from distkv.host.pages import HostPages
 from distkv.pages import Ids, PagePool
 
-__all__ = ["HostTier"]
+__all__ = ["HostTier", "close_all"]
 
 
 class HostTier:
@@ -229,3 +230,10 @@ class HostTier:
             raise InvariantError("kept host pages: their counts and the suspended requests disagree")
         if {h for h in range(self.pages.total) if self.pages.storing(h)} != set(self._storing):
             raise InvariantError("a host page is storing without a copy, or the other way round")
+
+
+def close_all(tiers: Iterable[HostTier]) -> None:
+    """:meth:`HostTier.close`, for each, also behind one that raises."""
+    with ExitStack() as stack:
+        for tier in tiers:
+            stack.callback(tier.close)

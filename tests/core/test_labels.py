@@ -494,6 +494,22 @@ def test_a_host_tier_without_memory_names_the_label() -> None:
         PrefixCache(config(full(30)), FINGERPRINT, kv={"cfg": memory})
 
 
+def test_what_one_copy_engine_raises_at_its_end_leaves_no_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(config(full(host=4), sliding(host=4), host=4))
+    closed: list[str] = []
+
+    def closing(label: str) -> None:
+        closed.append(label)
+        if label == "main":
+            raise RuntimeError("planted")
+
+    for label, engine in ranks.engines[0].items():
+        monkeypatch.setattr(engine, "close", lambda label=label: closing(label))
+    with pytest.raises(RuntimeError, match="planted"):
+        ranks.caches[0].close()
+    assert sorted(closed) == ["cfg", "main", "win"]
+
+
 def test_the_plan_has_the_host_pages_of_labels(caplog: pytest.LogCaptureFixture) -> None:
     memory = PagedKV(torch.zeros(40, 2, 1, dtype=torch.float32), axes="page token dim")
     with caplog.at_level("INFO"):
