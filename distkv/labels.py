@@ -20,7 +20,10 @@ __all__ = ["by_label", "copier", "in_order", "ledgers", "pools"]
 
 
 def by_label(given: T | Mapping[str, T] | None, config: Config, what: str) -> dict[str, T]:
-    """What was given for each label: a mapping, or one thing for ``main``. Raises MessageError for unknown labels."""
+    """What was given for each label: a mapping, or one thing for ``main``.
+
+    Raises MessageError for unknown labels, and for one thing for two of them.
+    """
     if given is None:
         return {}
     found = dict(given) if isinstance(given, Mapping) else {MAIN: given}
@@ -28,6 +31,8 @@ def by_label(given: T | Mapping[str, T] | None, config: Config, what: str) -> di
     for name in found:
         if name not in known:
             raise MessageError(f"{what} has something for label {name!r}; the configuration has {', '.join(known)}")
+    if len({id(each) for each in found.values()}) < len(found):
+        raise MessageError(f"{what} has one object for two labels; their page ids overlap, so give each one of its own")
     return found
 
 

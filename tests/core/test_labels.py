@@ -141,6 +141,9 @@ def test_what_is_refused_names_its_label() -> None:
             request(cache, "b", [1], labels=labels)
     with pytest.raises(MessageError, match="has something for label 'x'"):
         PrefixCache(config(full()), FINGERPRINT, copies={"x": None})  # type: ignore[dict-item]
+    memory = PagedKV(torch.zeros(50, 4, 1, dtype=torch.float32), axes="page token dim")
+    with pytest.raises(MessageError, match="one object for two labels"):
+        PrefixCache(config(full()), FINGERPRINT, kv={"main": memory, "cfg": memory})
 
 
 def test_growth_and_suspension_in_two_labels() -> None:
