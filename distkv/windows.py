@@ -203,11 +203,13 @@ class WindowMatch:
             wanted[needed] = True
             self._states[number] = HOST if on_host else DEVICE
         found = self.places[wanted]
-        self._held, hosts = found[found < base], found[found >= base]
-        ledger.hold(self._held)
-        if len(hosts) and ledger.tier is not None:
-            self.hosts = ledger.hosts_of(hosts)
-            ledger.tier.pages.read(np.array(self.hosts))
+        held, on_hosts = found[found < base], found[found >= base]
+        ledger.hold(held)
+        self._held = held  # not before: if it fails, there is nothing to let go
+        if len(on_hosts) and ledger.tier is not None:
+            hosts = ledger.hosts_of(on_hosts)
+            ledger.tier.pages.read(np.array(hosts))
+            self.hosts = hosts
         return taken
 
     def _complete(self, grid: Grid, limit: int) -> Iterator[tuple[int, slice, int]]:

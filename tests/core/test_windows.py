@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distkv import Branch, NoRoom, PrefixCache, SequenceError, Span
-from distkv.errors import RequestTooLarge
+from distkv.errors import PeerFailed, RequestTooLarge
 from distkv.testing.group import SimulatedGroup
 from tests.core.helpers import FINGERPRINT, admit, request
 from tests.core.label_caches import Ranks, config, full, grown, sliding
@@ -587,3 +587,28 @@ def test_where_the_pages_of_a_cached_prefix_are(depth: int) -> None:
     assert there.tolist() == [False, False, True, True]
     assert device[there].tolist() == cache._books.ledgers[1].pool.cached().nonzero()[0].tolist()
     assert (host < 0).all()
+
+
+@pytest.mark.parametrize("call", ["hold", "to_hold", "hosts_of"])
+def test_a_lookup_that_fails_at_the_window_holds_nothing(call: str) -> None:
+    """On one rank, when the holds in main are there: no rank admits, and the group goes on."""
+    ranks = Ranks(*[config(sliding(6, allowance=None, host=9))] * 2)
+    for number in range(3):
+        ranks.serve(str(number), [token + 9 * number for token in A])
+    ranks.copied()
+    ranks.step()
+
+    def failing(*_given: object) -> object:
+        raise RuntimeError("planted")
+
+    ledger: Any = ranks.caches[1]._ledger("win")
+    setattr(ledger, call, failing)
+    ranks.begin(("b", [*A, 1], 0))
+    outcomes = ranks.group.end()
+    delattr(ledger, call)
+    assert [type(outcome) for outcome in outcomes] == [PeerFailed] * 2
+    ranks.check()
+    (sequence,) = ranks.step().loading
+    assert sequence.cached_tokens == len(A)
+    ranks.copied()
+    assert len(ranks.step().ready) == 1
