@@ -86,6 +86,11 @@ class Share:
         """Memory of all its pages."""
         return self.pages * self.bytes_per_page + self.label_bytes
 
+    @property
+    def mostly_labels(self) -> bool:
+        """Whether the pages of other labels take more than those of ``main``."""
+        return self.label_bytes > self.pages * self.bytes_per_page
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBudget:
@@ -108,9 +113,9 @@ class NodeBudget:
             return
         asking = [share for share in self.shares if share.bytes]
         largest = max(asking, key=lambda share: share.bytes)
-        raise ConfigError(f"host.{largest.field}", (
+        raise ConfigError("labels" if largest.mostly_labels else f"host.{largest.field}", (
             f"the host tier takes {size(self.asked)} on {self.name} ({_ranks(asking)}; {_pages(asking)}), and "
-            f"{size(self.available)} can be had there; {_remedy(largest, self.available, len(asking))}"
+            f"{size(self.available)} can be had there; {_remedy(largest, self.available, asking)}"
         ))  # fmt: skip
 
     def line(self) -> str:
@@ -201,13 +206,14 @@ def _least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _remedy(largest: Share, available: int, ranks: int) -> str:
-    each = max(0, available // ranks - largest.label_bytes)
-    if largest.label_bytes > largest.pages * largest.bytes_per_page:
+def _remedy(largest: Share, available: int, shares: Sequence[Share]) -> str:
+    each = max(0, available // len(shares) - largest.label_bytes)
+    together = max(0, available - sum(share.label_bytes for share in shares))
+    if largest.mostly_labels:
         return f"lower host_pages of the labels, which take {size(largest.label_bytes)} of a rank"
     if largest.field == "pages":
-        return f"at most {each // largest.bytes_per_page:,} pages for each of {counted(ranks, 'rank')}"
-    return f"at most {_gib_down(available if largest.field == 'gib_per_node' else each)}"
+        return f"at most {each // largest.bytes_per_page:,} pages for each of {counted(len(shares), 'rank')}"
+    return f"at most {_gib_down(together if largest.field == 'gib_per_node' else each)}"
 
 
 def _gib_down(n: int) -> str:

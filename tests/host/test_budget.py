@@ -128,6 +128,19 @@ def test_what_its_ranks_take_does_not_fit_into_a_node(fields: dict[str, Any], as
         assert part in str(caught.value)
 
 
+def test_what_labels_take_is_not_there_for_main() -> None:
+    """The error names who takes more, and what it advises fits."""
+    asks = [dataclasses.replace(ask("a", 900 * MIB), label_pages=100, label_bytes=100 * MIB)] * 2
+    for field, advised in (("gib_per_node", "0.683 GiB"), ("gib_per_rank", "0.341 GiB")):
+        with pytest.raises(ConfigError, match=f"at most {advised}") as caught:
+            settle([host(**{field: 1})] * 2, asks)
+        assert caught.value.path == f"host.{field}"
+        settle([host(**{field: float(advised.split()[0])})] * 2, asks)
+    with pytest.raises(ConfigError, match="lower host_pages of the labels") as caught:
+        settle([host(pages=5)] * 2, [dataclasses.replace(each, label_bytes=500 * MIB) for each in asks])
+    assert caught.value.path == "labels"
+
+
 def test_the_setting_of_the_rank_that_takes_most_is_the_one_to_lower() -> None:
     with pytest.raises(ConfigError, match=r"host\.pages: .*1 x 1,024 pages .* 1 x 2,048 pages") as caught:
         settle([host(gib_per_rank=1), host(pages=2048), host()], [ask("a", GIB)] * 3)
