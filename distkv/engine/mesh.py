@@ -73,11 +73,13 @@ class Mesh:
         Every rank of the default group calls it at once, each with the group of its own instance: sub-groups have to be
         made by all, in one order. They have the backend of ``group``, and its default deadline if ``timeout_s`` is
         None. Where tp or sp is 1 none are made, and ``group`` itself carries what the model sends.
-        Raises ``ModelError`` for a group of another size than tp x sp.
+        Raises ``ModelError`` for a group of another size than tp x sp, and for a degree below 1.
         """
         whole = group if group is not None else dist.group.WORLD
         if whole is None:
             raise ModelError("torch.distributed is not initialised: call init_process_group, or give a group")
+        if min(tp, sp) < 1:
+            raise ModelError(f"tp and sp are 1 or more each, not {tp} and {sp}")
         members = dist.get_process_group_ranks(whole)
         everyone: list[list[int]] = [members]
         if 1 not in (tp, sp) and len(members) != dist.get_world_size():

@@ -206,6 +206,8 @@ def layouts_case(rank: int, world_size: int, folder: Path) -> list[Any]:
         Mesh(group=whole, tp_group=mesh.tp_group)
     with pytest.raises(ModelError, match=r"tp 2 x sp 2 are 4 ranks, but an instance's group has \[8\]"):
         Mesh.of(None, 2, 2)
+    with pytest.raises(ModelError, match="tp and sp are 1 or more each, not -2 and -2"):
+        Mesh.of(whole, -2, -2)
     model = load_model(tiny.config(folder).model, mesh)
     settings = tiny.config(folder, tp=2, sp=2)
     with pytest.raises(ModelError, match=r"parallel\.tp is 4 and parallel\.sp 1, but the model lies on tp 2 x sp 2"):
