@@ -26,7 +26,7 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
 
 def test_every_path_that_the_readme_names_exists() -> None:
     text = README.read_text(encoding="utf-8")
-    for path in re.findall(r"\]\(([^)#:]+)\)|`((?:distkv|launch|configs|tests|docs)/[\w/.]*)", text):
+    for path in re.findall(r"\]\(([^)#:]+)\)|`((?:distkv|launch|configs|tests|docs)/[\w/.-]*)", text):
         assert (README.parent / (path[0] or path[1])).exists(), path
 
 

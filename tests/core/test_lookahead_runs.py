@@ -37,6 +37,9 @@ class Ahead(OneRank):
         self.cache = PrefixCache(replace(made, cache=cache), FINGERPRINT, hash64=self.hash64)
         self.kv = DraftKv(size, self.depth)
 
+    def fork(self, i: int, suffixes: list[list[int]], limit: int | None) -> None:
+        """Not here: a fork with a draft layer shares fewer pages than the naive model of forks says."""
+
     def total(self, request: Request) -> int:
         return -(-(len(request.chain) + request.output_limit + self.lookahead) // self.size)
 

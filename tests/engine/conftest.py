@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,14 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> hybrid.Folders:
         return made[kind]
 
     return folder
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """What :mod:`tests.engine.hybrid` has opened is closed when the test has ended, however it ended."""
+    yield
+    while hybrid.opened:
+        hybrid.opened.pop().close()
 
 
 @pytest.fixture(scope="session", autouse=True)

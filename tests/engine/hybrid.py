@@ -78,11 +78,16 @@ def config(
     )
 
 
+opened: list[Engine] = []
+"""Engines of the running test: a host tier has threads, which end with its engine."""
+
+
 def engine(settings: ServeConfig, mesh: Mesh | None = None) -> Engine:
     """A watched engine that records. Of a mesh every rank makes one; the groups beside it are made by all ranks."""
     model = load_model(settings.model, mesh, timeout_s=60.0)
     cache_group = TorchGroup(mesh.group) if mesh is not None and mesh.group is not None else None
     made = Engine(settings, model, cache_group=cache_group)
+    opened.append(made)
     made.recording = Recording(made.pool)
     step = made.step
 

@@ -16,7 +16,7 @@ from distkv.testing.simulate import simulate
 from distkv.testing.tier_schedules import TierSchedule
 from tests.simulation import rules_off
 
-SECONDS = float(os.environ.get("DISTKV_SIMULATION_SECONDS", "100"))
+SECONDS = float(os.environ.get("DISTKV_SIMULATION_SECONDS", "50"))
 AT_LEAST = int(os.environ.get("DISTKV_SIMULATION_SCHEDULES", "300"))
 
 
