@@ -38,8 +38,15 @@ help: ## list the targets and the variables
 run: $(VENV)/.has-engine ## answer the example messages on 3 ranks, with the cache
 	@bash launch/torchrun.sh "$$CONFIG" $${MESSAGES:+--messages "$$MESSAGES"}
 
+# In two halves side by side, as two cores are what there is at least: one mostly computes, the other mostly starts
+# processes and waits for them. The first half's output comes when the second has ended.
 test: $(VENV)/.has-tests lint types ## lint, types and all tests
-	@$(BIN)/python -m pytest tests multigpu_tests
+	@half=$$(mktemp); first=; trap 'kill $$first 2> /dev/null || true; rm -f "$$half"' EXIT; \
+	$(BIN)/python -m pytest tests/bench tests/core tests/host tests/inspection tests/simulation > "$$half" 2>&1 & \
+	first=$$!; first_failed=; second_failed=; \
+	$(BIN)/python -m pytest tests/engine tests/test_*.py multigpu_tests || second_failed=1; \
+	wait $$first || first_failed=1; cat "$$half"; \
+	test -z "$$first_failed$$second_failed"
 
 soak: $(VENV)/.has-tests ## 100,000 random schedules of simulated groups (hours)
 	@$(BIN)/python -m distkv.testing.simulate --seconds 0 --at-least "$$SOAK_SCHEDULES"

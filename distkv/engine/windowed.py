@@ -115,6 +115,10 @@ def with_label(config: ServeConfig, windows: Windows | None, context: int, *, an
             "%d tokens is matched at multiples of %d pages only; set it to %d, or raise cache.window_boundaries",
             label.allowance_tokens, context, step, step * page,
         )  # fmt: skip
+    if config.cache.index_on == "finish":
+        logger.info("the model has layers with a sliding window, and cache.index_on is finish: only the end of a "
+                    "request can be gone on from; with fill other requests can share its beginning, such as a system "
+                    "prompt")
     return replace(config, labels=(label,))
 
 

@@ -135,6 +135,7 @@ class GroupMachine(RuleBasedStateMachine):
     @rule()
     def end(self) -> None:
         outcomes = self.group.end()
+        self.to_preempt = outcomes[0].to_preempt if isinstance(outcomes[0], StepResult) else ()
         for content, outcome in zip(self.contents, outcomes, strict=True):
             if isinstance(outcome, StepResult):
                 for sequence in outcome.ready:
@@ -297,6 +298,8 @@ class GroupMachine(RuleBasedStateMachine):
             self.faulty = None
             self.group.begin(lambda cache: Message())
             self.end()
+            for name in self.to_preempt:  # two parents that wait for their forks would wait for ever
+                self.group.each(lambda cache, name=name: cache.running[name].suspend())  # type: ignore[misc]
         for cache, engine in zip(caches, self.engines, strict=True):
             cache.wait_for_copies(0)
             if engine is not None:
