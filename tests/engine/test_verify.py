@@ -256,24 +256,6 @@ def test_a_request_much_longer_than_a_batch_has_random_schedules_too() -> None:
 # ---- real ranks
 
 
-def shipped_case(rank: int, world_size: int, config: Path) -> tuple[int, str, str]:
-    torch.set_num_threads(1)
-    return command(config, "--random", "--schedules", "1")
-
-
-def test_the_file_that_comes_with_the_project(tmp_path: Path) -> None:
-    """With a tiny model of as many KV heads in the place of SmolLM2, which takes minutes."""
-    text = (Path(__file__).parents[2] / "configs" / "verify.yaml").read_text()
-    assert "source: smollm2" in text
-    folder = tiny.model_folder(tmp_path / "model", "llama", kv_heads=3)
-    config = tmp_path / "verify.yaml"
-    config.write_text(text.replace("source: smollm2", f"source: {folder}"))
-    first, *others = run_ranks(shipped_case, 3, (config,), timeout_s=GENEROUS)
-    assert first[0] == 0, first
-    assert "from the host" in first[1]
-    assert others == [(0, "", "")] * 2
-
-
 def ranks_case(rank: int, world_size: int, config: Path) -> list[tuple[int, str, str]]:
     torch.set_num_threads(1)
     faults = [("", ""), ("", "nudged"), ("unread", "")]  # by rank

@@ -16,8 +16,8 @@ from distkv.testing.simulate import simulate
 from distkv.testing.tier_schedules import TierSchedule
 from tests.simulation import rules_off
 
-SECONDS = float(os.environ.get("DISTKV_SIMULATION_SECONDS", "50"))
-AT_LEAST = int(os.environ.get("DISTKV_SIMULATION_SCHEDULES", "300"))
+SECONDS = float(os.environ.get("DISTKV_SIMULATION_SECONDS", "30"))
+AT_LEAST = int(os.environ.get("DISTKV_SIMULATION_SCHEDULES", "200"))
 
 
 EVENTS = (
