@@ -22,6 +22,7 @@ from distkv.engine.beam import Beams
 from distkv.engine.compare import compare
 from distkv.engine.engine import Engine
 from distkv.engine.handoff import NewRequest, News
+from distkv.engine.mesh import Mesh
 from distkv.engine.model import Model, load_model
 from distkv.engine.page_check import check_cache
 from distkv.engine.record import Recording
@@ -59,8 +60,8 @@ def alone(prompt: Prompt) -> list[Prompt]:
 def engine_of(model: Model, folder: Path, mode: str = "plain", *, pages: int = 64, host: HostConfig | None = None,
               **engine: Any) -> Engine:  # fmt: skip
     many = dist.is_initialized()
-    settings = tiny.config(folder, tp=model.mesh.tp, pages=pages, batch_invariant=True, overlap=mode == "overlap",
-                           dtype=str(model.dtype).removeprefix("torch."), **engine)  # fmt: skip
+    settings = tiny.config(folder, tp=model.mesh.tp, sp=model.mesh.sp, pages=pages, batch_invariant=True,
+                           overlap=mode == "overlap", dtype=str(model.dtype).removeprefix("torch."), **engine)  # fmt: skip
     cache = replace(settings.cache, asynchronous="asynchronous" in mode, check_every=4,
                     agreement="lockstep" if "lockstep" in mode else "minimum")
     ballots = TorchGroup(dist.new_group()) if many else None
@@ -124,14 +125,14 @@ def drive(engine: Engine, prompts: list[Prompt]) -> list[Completion]:
 
 
 def forked_case(
-    rank: int, world_size: int, folder: Path, dtypes: tuple[str, ...], modes: tuple[str, ...]
+    rank: int, world_size: int, folder: Path, dtypes: tuple[str, ...], modes: tuple[str, ...], sp: int = 1
 ) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     seen: dict[str, dict[str, Any]] = {}
     single = [each for prompt in PROMPTS for each in alone(prompt)]
     for dtype in dtypes:
-        settings = tiny.config(folder, tp=world_size, dtype=dtype)
-        model = load_model(settings.model, dist.group.WORLD if world_size > 1 else None)
+        mesh = Mesh.of(None, world_size // sp, sp) if world_size > 1 else None
+        model = load_model(tiny.config(folder, dtype=dtype).model, mesh)
         cold = engine_of(model, folder)
         *firsts, searched = [answers(done) for done in drive(cold, [*single, replace(SEARCH, read=False)])] or [[]]
         wanted = [[answer for each in firsts[i : i + N] for answer in each] for i in range(0, len(firsts), N)]
@@ -177,10 +178,11 @@ def test_samples_have_the_tokens_and_bits_of_requests_of_their_own(
 
 def both_kinds(rank: int, world_size: int, llama: Path, qwen3: Path) -> list[dict[str, dict[str, Any]]]:
     return [forked_case(rank, world_size, llama, ("float32",), ("overlap", "asynchronous")),
-            forked_case(rank, world_size, qwen3, ("bfloat16",), ("plain",))]  # fmt: skip
+            forked_case(rank, world_size, qwen3, ("bfloat16",), ("plain",), sp=2)]  # fmt: skip
 
 
 def test_on_two_ranks_of_unlike_pools_too(folders: Folders) -> None:
+    """Tensor parallel and sequence parallel ones."""
     seen = run_ranks(both_kinds, 2, (folders("llama", 4), folders("qwen3", 4)), timeout_s=240.0)
     check_runs([llama for llama, _ in seen], 2)
     check_runs([qwen3 for _, qwen3 in seen], 1)
