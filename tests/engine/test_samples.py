@@ -61,7 +61,8 @@ def engine_of(model: Model, folder: Path, mode: str = "plain", *, pages: int = 6
               **engine: Any) -> Engine:  # fmt: skip
     many = dist.is_initialized()
     settings = tiny.config(folder, tp=model.mesh.tp, sp=model.mesh.sp, pages=pages, batch_invariant=True,
-                           overlap=mode == "overlap", dtype=str(model.dtype).removeprefix("torch."), **engine)  # fmt: skip
+                           overlap=mode == "overlap", dtype=str(model.dtype).removeprefix("torch."),
+                           **engine)  # fmt: skip
     cache = replace(settings.cache, asynchronous="asynchronous" in mode, check_every=4,
                     agreement="lockstep" if "lockstep" in mode else "minimum")
     ballots = TorchGroup(dist.new_group()) if many else None
