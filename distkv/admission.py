@@ -44,9 +44,7 @@ class Owned:
             return cls(ledger, first, places, [])
         on_device = places < ledger.pool.total
         ledger.pool.own(places[on_device])
-        hosts = ledger.hosts_of(places[~on_device])
-        ledger.tier.pages.read(np.array(hosts))
-        return cls(ledger, first, places, hosts)
+        return cls(ledger, first, places, ledger.more_readers(places[~on_device]))
 
     def opened(self, total: int) -> tuple[PageList, list[tuple[Ledger, int, Copy]]]:
         """Its page table, with the pages that loads are to fill opened, and these loads. No hold is left by now."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from distkv.ballot import less, short_of
 from distkv.books import Books, Call, Scope
 from distkv.chain import KeyChain
 from distkv.encoding import encode
@@ -125,7 +126,7 @@ class Agreed:
             asked = self.preemption.asked_by(parent)  # which is served before
             self._must_ever_fit({pages.ledger.label: pages.promised + pages.growth(asked)
                                  + fork.needs[pages.ledger.label] for pages in parent.lists}, what)
-        later = bool(wait and (self.preemption.growing or self._short(growth.needs) > 0))
+        later = bool(wait and (self.preemption.growing or short_of(growth.needs, self.leftovers) > 0))
         if not later:
             self._must_fit(growth.needs, what)
         # Whether a ballot is in flight: children run from now on, ahead of what it admits.
@@ -193,7 +194,7 @@ class Agreed:
                                 what)
         growth = Growth(sequence, self._needs({each.ledger.label: each.growth(pages) for each in sequence.lists}),
                         pages)
-        if wait and (self.preemption.growing or self._short(growth.needs) > 0):
+        if wait and (self.preemption.growing or short_of(growth.needs, self.leftovers) > 0):
             self.books.note(Call.GROW, sequence._tag, pages, 1)
             self.preemption.later(growth)
             return False
@@ -206,9 +207,6 @@ class Agreed:
     def _needs(self, pages: Mapping[str, int]) -> tuple[int, ...]:
         """Pages by label, as one number for each of the cache's labels."""
         return tuple(pages.get(ledger.label, 0) for ledger in self.books.ledgers)
-
-    def _short(self, needs: tuple[int, ...]) -> int:
-        return max(need - left for need, left in zip(needs, self.leftovers, strict=True))
 
     def _must_fit(self, needs: tuple[int, ...], what: str) -> None:
         """Raises NoRoom if the leftover is smaller."""
@@ -228,7 +226,7 @@ class Agreed:
                              + (f" of label {ledger.label!r}" if ledger.label != MAIN else ""))
 
     def _took(self, needs: tuple[int, ...]) -> None:
-        self._leftover = tuple(left - need for left, need in zip(self._leftover, needs, strict=True))
+        self._leftover = less(self._leftover, needs)
 
     # ---- inside
 

@@ -194,9 +194,8 @@ class Agreement(Agreed):
                 self.loading[sequence.id] = sequence
             else:
                 ready.append(self._ready(sequence))
-        for ledger in self.books.ledgers:
-            if ledger.tier is not None:
-                ledger.tier.flush()
+        for tier in self.books.tiers:
+            tier.flush()
         self._leftover = decision.leftover
         return self._result(tuple(ready), grown, forked, decision, ballot)
 

@@ -175,10 +175,10 @@ def decide(minimum: Vector, slots: Slots, asks: AbstractSequence[Ask],
     """
     rooms = tuple(minimum[_ROOM : slots.rows].tolist())
     for i, pages in enumerate(growths):
-        short = _short(pages, rooms)
+        short = short_of(pages, rooms)
         if short > 0:
             return Decision((), i, short, rooms)
-        rooms = _less(rooms, pages)
+        rooms = less(rooms, pages)
     admitted: list[tuple[int, int]] = []
     at = slots.rows
     for ask in asks:
@@ -188,10 +188,10 @@ def decide(minimum: Vector, slots: Slots, asks: AbstractSequence[Ask],
         needs = ask.needs
         if restorable:
             needs = tuple(max(0, need - min(live, restorable)) for need, live in zip(needs, fields[2:], strict=False))
-        short = _short(needs, rooms)
+        short = short_of(needs, rooms)
         if short > 0:
             return Decision(tuple(admitted), len(growths), short, rooms)
-        rooms = _less(rooms, needs)
+        rooms = less(rooms, needs)
         admitted.append((matched, restorable))
     return Decision(tuple(admitted), len(growths), 0, rooms)
 
@@ -205,10 +205,12 @@ def agreed(fields: list[int], ask: Ask, labels: int) -> tuple[int, int]:
     return min(matched, boundary if where == DEVICE else boundary - 1), boundary
 
 
-def _short(needs: tuple[int, ...], rooms: tuple[int, ...]) -> int:
+def short_of(needs: tuple[int, ...], rooms: tuple[int, ...]) -> int:
+    """Pages that are missing of the label that is shortest, each label's need against its room; none if not above 0."""
     short: int = max(map(sub, needs, rooms))
     return short
 
 
-def _less(rooms: tuple[int, ...], needs: tuple[int, ...]) -> tuple[int, ...]:
+def less(rooms: tuple[int, ...], needs: tuple[int, ...]) -> tuple[int, ...]:
+    """What is left of each label's room."""
     return tuple(map(sub, rooms, needs))

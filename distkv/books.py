@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple, Protocol, get_args
 import numpy as np
 
 from distkv.chain import KeyChain, Namer
+from distkv.entries import NO_PAGES
 from distkv.host.tier import HostTier
 from distkv.keys import roll
 from distkv.ledger import MAIN, CopyPage, Ledger
-from distkv.pagelist import NO_PAGES, PageList
+from distkv.pagelist import PageList
 from distkv.pages import Ids, PagePool
 
 
@@ -87,6 +88,8 @@ class Books(Ledger):
         self.namer = namer
         self.ledgers: tuple[Ledger, ...] = (self, *others)
         """The labels, in the order of the configuration."""
+        self.tiers = tuple(ledger.tier for ledger in self.ledgers if ledger.tier is not None)
+        """The host tiers of those that have one."""
         for ledger in others:
             ledger.follow(self)
         self.store_at_fill = store_at_fill

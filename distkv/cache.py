@@ -253,7 +253,7 @@ class PrefixCache(LocalCalls, Guarding):
         except DistKVError as error:
             first = first or error
         finally:  # whatever the books have come to, threads and memory end here
-            close_all(self._tiers)
+            close_all(self._books.tiers)
         was_broken = self._broken is not None
         self._break(SequenceError("the cache was closed"))
         if self._group.cache is not None and self._group.cache() is self:

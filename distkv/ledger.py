@@ -238,11 +238,21 @@ class Ledger:
 
         Returns the host pages, of which the caller lets go by ``HostTier.let_go``.
         """
-        if self.tier is None or not self.worth_loading(len(places)):
-            return []
+        return self.more_readers(places) if self.tier is not None and self.worth_loading(len(places)) else []
+
+    def more_readers(self, places: Ids) -> list[int]:
+        """:meth:`read` in any case. There is a tier."""
+        assert self.tier is not None
         hosts = self.hosts_of(places)
         self.tier.pages.read(np.array(hosts))
         return hosts
+
+    def let_go(self, pages: Ids, hosts: AbstractSequence[int]) -> None:
+        """One hold less of each of the pages, one reader less of each of the host pages, as a ballot had them."""
+        if len(pages):
+            self.unhold(pages)
+        if hosts and self.tier is not None:
+            self.tier.let_go(hosts)
 
     def worth_loading(self, pages: int) -> bool:
         """Whether so many pages are read in faster than they are computed, as far as either has been measured."""

@@ -15,7 +15,6 @@ from distkv.config import Config
 from distkv.entries import CachedPrefix
 from distkv.errors import HostMemoryError, InvariantError, MessageError, SequenceError
 from distkv.host.copies import Copy
-from distkv.host.tier import HostTier
 from distkv.ledger import MAIN, Ledger
 from distkv.pages import Ids
 from distkv.sequence import Sequence
@@ -149,10 +148,6 @@ class LocalCalls:
         raise MessageError(f"there is no label {label!r}; the configuration has "
                            + ", ".join(ledger.label for ledger in self._books.ledgers))
 
-    @property
-    def _tiers(self) -> list[HostTier]:
-        return [ledger.tier for ledger in self._books.ledgers if ledger.tier is not None]
-
     # ---- the host tier
 
     def fence(self) -> None:
@@ -162,7 +157,7 @@ class LocalCalls:
         On CUDA the current stream waits for such copies; on the CPU this thread does. Without a host tier it does
         nothing.
         """
-        for tier in self._tiers:
+        for tier in self._books.tiers:
             tier.fence()
 
     def wait_for_copies(self, timeout_s: float = 0.01) -> None:
@@ -170,7 +165,7 @@ class LocalCalls:
 
         What has ended shows in the next step. Without copies under way it returns at once.
         """
-        busy = [tier for tier in self._tiers if tier.in_flight]
+        busy = [tier for tier in self._books.tiers if tier.in_flight]
         for tier in busy:
             tier.flush()
         if busy:
@@ -184,7 +179,7 @@ class LocalCalls:
         if self._agreement.ballot is not None:
             raise SequenceError("settle between begin_step and end_step; it belongs between two steps")
         end = time.monotonic() + timeout_s
-        while any(tier.in_flight for tier in self._tiers):
+        while any(tier.in_flight for tier in self._books.tiers):
             if time.monotonic() >= end:
                 return False
             self.wait_for_copies()

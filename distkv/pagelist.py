@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distkv.entries import NO_PAGES
 from distkv.pages import Ids, Pages
 
 if TYPE_CHECKING:
     from distkv.ledger import Ledger
 
 __all__ = ["PageList"]
-
-NO_PAGES: Pages = np.zeros(0, np.int32)
-
 
 class PageList:
     """Pages by position: page ``i`` has tokens ``i * page_size`` and up. Owned and changed by its sequence.
@@ -87,14 +85,13 @@ class PageList:
         self.reserved -= more
 
     def own_tail(self) -> None:
-        """The last, partly filled page is about to be written: it is this sequence's alone afterwards."""
-        if self.tail >= 0:
-            page = int(self.pages[self.tail])
-            if page in self.ledger.tails:
-                self.pages[self.tail] = self.ledger.write_tail(page)
-            at, self.tail = self.tail, -1
-            if at < self.protected:
-                self.ledger.protect(self.pages[at : at + 1])
+        """The :attr:`tail`, which there is, is about to be written: it is this sequence's alone afterwards."""
+        page = int(self.pages[self.tail])
+        if page in self.ledger.tails:
+            self.pages[self.tail] = self.ledger.write_tail(page)
+        at, self.tail = self.tail, -1
+        if at < self.protected:
+            self.ledger.protect(self.pages[at : at + 1])
 
     def protect(self, end: int) -> None:
         """The pages in front of position ``end`` are not given up before the end: see :attr:`protected`."""

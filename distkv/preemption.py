@@ -103,9 +103,8 @@ class Preemption:
     def forget(self, request_id: str) -> None:
         """The request will not be resumed, or runs: what the host tier kept for it is free to go."""
         self.suspended.pop(request_id, None)
-        for ledger in self.books.ledgers:
-            if ledger.tier is not None:
-                ledger.tier.forget(request_id)
+        for tier in self.books.tiers:
+            tier.forget(request_id)
 
     def clear(self) -> None:
         """Nothing is suspended and nothing waits to grow, on this rank."""

@@ -36,11 +36,8 @@ class Part:
     def let_go(self) -> None:
         """Gives back its holds, in both tiers."""
         held, self.held = self.held, NO_PAGES
-        if len(held):
-            self.ledger.unhold(held)
         hosts, self.hosts = self.hosts, []
-        if hosts and self.ledger.tier is not None:
-            self.ledger.tier.let_go(hosts)
+        self.ledger.let_go(held, hosts)
 
 
 @dataclass(slots=True)

@@ -144,7 +144,7 @@ class Stats:
 def free_of(books: Books) -> tuple[int, int]:
     """Free pages of the device and of the host."""
     return (sum(ledger.pool.free for ledger in books.ledgers),
-            sum(ledger.tier.pages.free for ledger in books.ledgers if ledger.tier is not None))
+            sum(tier.pages.free for tier in books.tiers))
 
 
 def reset_result(books: Books, before: tuple[int, int]) -> ResetResult:
@@ -152,7 +152,7 @@ def reset_result(books: Books, before: tuple[int, int]) -> ResetResult:
     after = free_of(books)
     return ResetResult(after[0] - before[0], after[1] - before[1],
                        sum(ledger.pool.live + int(np.count_nonzero(ledger.pool.held())) for ledger in books.ledgers),
-                       sum(ledger.tier.in_flight for ledger in books.ledgers if ledger.tier is not None))
+                       sum(tier.in_flight for tier in books.tiers))
 
 
 def _label_stats(ledger: Ledger) -> LabelStats:
@@ -189,6 +189,6 @@ def stats_of(books: Books, counters: Counters, reasons: Mapping[Reason, int]) ->
         store_failures=tier.store_failures if tier is not None else 0,
         load_failures=tier.load_failures if tier is not None else 0, dropped=tier.dropped if tier is not None else 0,
         host_evicted=tier.given_up if tier is not None else 0,
-        copies_in_flight=sum(each.tier.in_flight for each in books.ledgers if each.tier is not None),
+        copies_in_flight=sum(each.in_flight for each in books.tiers),
         labels={ledger.label: _label_stats(ledger) for ledger in books.ledgers[1:]},
     )

@@ -13,12 +13,13 @@ from collections.abc import Sequence as AbstractSequence
 import numpy as np
 
 from distkv.chain import KeyChain
+from distkv.entries import NO_PAGES
 from distkv.errors import InvariantError
 from distkv.grid import DEVICE, HOST, MISSING, Grid
 from distkv.host.copies import Copy
 from distkv.host.tier import HostTier
 from distkv.ledger import CopyPage, Ledger
-from distkv.pagelist import NO_PAGES, PageList
+from distkv.pagelist import PageList
 from distkv.pages import Ids, PagePool, Positions, positions
 from distkv.window_index import NOWHERE, WindowIndex
 
@@ -181,7 +182,7 @@ class WindowMatch:
         self.places: Positions = ledger.windows.places(keys)
         self.hosts: list[int] = []
         """Host pages that the ballot is a reader of, each once."""
-        self._held: Positions = np.zeros(0, np.intp)
+        self._held: Positions = NO_PAGES
         self._states: dict[int, int] = {}
 
     def hold(self, grid: Grid, limit: int, room: int, *, read_in: bool) -> int:
@@ -206,10 +207,8 @@ class WindowMatch:
         held, on_hosts = found[found < base], found[found >= base]
         ledger.hold(held)
         self._held = held  # not before: if it fails, there is nothing to let go
-        if len(on_hosts) and ledger.tier is not None:
-            hosts = ledger.hosts_of(on_hosts)
-            ledger.tier.pages.read(np.array(hosts))
-            self.hosts = hosts
+        if len(on_hosts):
+            self.hosts = ledger.more_readers(on_hosts)
         return taken
 
     def _complete(self, grid: Grid, limit: int) -> Iterator[tuple[int, slice, int]]:
@@ -230,11 +229,8 @@ class WindowMatch:
 
     def let_go(self) -> None:
         """Gives back its holds, in both tiers."""
-        held, self._held = self._held, self._held[:0]
-        if len(held):
-            self.ledger.unhold(held)
+        held, self._held = self._held, NO_PAGES
         hosts, self.hosts = self.hosts, []
-        if hosts and self.ledger.tier is not None:
-            self.ledger.tier.let_go(hosts)
+        self.ledger.let_go(held, hosts)
 
 

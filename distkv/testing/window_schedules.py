@@ -280,7 +280,7 @@ class WindowSchedule(TierSchedule):
             self.rank_content(rank).run_all()
             for engine in engines.values():
                 cache.wait_for_copies(0)
-                for tier in cache._tiers:
+                for tier in cache._books.tiers:
                     tier.flush()
                 engine.calm()
                 engine.finish_all()

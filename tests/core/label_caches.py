@@ -119,7 +119,7 @@ class Ranks:
     def copied(self) -> None:
         """All copies have ended, and the next step hears of it."""
         for cache, engines in zip(self.caches, self.engines, strict=True):
-            for tier in cache._tiers:
+            for tier in cache._books.tiers:
                 tier.flush()
             for engine in engines.values():
                 engine.finish_all()

@@ -29,6 +29,14 @@ def made(pages: int = 8, hosts: int = 0) -> WindowIndex:
     return WindowIndex(pool, PrefixIndex(PagePool(100), 2), tier)
 
 
+def with_hosts() -> tuple[WindowIndex, HostTier, ScriptedCopies]:
+    """An index with two host pages, its tier, and the script of its copies."""
+    index = made(hosts=2)
+    assert index.tier is not None
+    assert isinstance(index.tier.engine, ScriptedCopies)
+    return index, index.tier, index.tier.engine
+
+
 def stored(index: WindowIndex, keys: Iterable[int]) -> list[int]:
     """These keys have window pages that nobody else has."""
     keys = list(keys)
@@ -110,11 +118,7 @@ def test_a_host_page_is_given_up_for_a_newer_one() -> None:
 
 
 def test_what_a_load_brings_enters_once() -> None:
-    index = made(hosts=2)
-    tier = index.tier
-    assert tier is not None
-    engine = tier.engine
-    assert isinstance(engine, ScriptedCopies)
+    index, tier, engine = with_hosts()
     stored(index, [1])
     index.evict(1)
     tier.poll()
@@ -135,11 +139,7 @@ def test_what_a_load_brings_enters_once() -> None:
 
 
 def test_a_store_that_fails_takes_its_entry() -> None:
-    index = made(hosts=2)
-    tier = index.tier
-    assert tier is not None
-    engine = tier.engine
-    assert isinstance(engine, ScriptedCopies)
+    index, tier, engine = with_hosts()
     stored(index, [1])
     index.evict(1)
     tier.flush()
